@@ -1,0 +1,167 @@
+"""From a command line to one validated `Config`: Hydra composes conf/, `parse.py` types it.
+
+`hydra_door` makes the function of a door (`python -m tiny_llm.train ...`) out of a task. Every user's mistake
+leaves it as one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiny_llm.config.errors import ConfigError, UserError, nearest
+from tiny_llm.config.parse import all_keys, parse_config, unknown_key
+from tiny_llm.config.schema import Config
+from tiny_llm.config.validation import validate
+
+Task = Callable[["Composed"], None]
+
+
+class Composed:
+    """One composed command line: the typed config and what the user asked for to get it."""
+
+    def __init__(self, values: dict[str, Any], overrides: list[str]) -> None:
+        self.values = values
+        self.overrides = overrides
+        self.chosen = frozenset(override_key(text) for text in overrides)
+
+    def config(self) -> Config:
+        """Return the validated config. Raises ConfigError."""
+        config = parse_config(self.values)
+        validate(config, self.chosen)
+        return config
+
+
+def conf_directory() -> Path:
+    """Return the Hydra tree: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Return each config group with its options."""
+    groups: dict[str, list[str]] = {}
+    for path in sorted(conf_directory().rglob("*.yaml")):
+        group = path.parent.relative_to(conf_directory()).as_posix()
+        if group != ".":
+            groups.setdefault(group, []).append(path.stem)
+    return groups
+
+
+def override_key(text: str) -> str:
+    """Return the key or group that an override names: '++optimizer.lr=1' gives 'optimizer.lr'."""
+    return text.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def compose(overrides: list[str]) -> Composed:
+    """Compose conf/train.yaml with overrides, outside Hydra's own main. Raises ConfigError."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    check_overrides(overrides)
+    with initialize_config_dir(str(conf_directory()), version_base="1.3"), one_line_errors():
+        return Composed(_plain(hydra_compose("train", overrides)), overrides)
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raise ConfigError for the first override whose key or option does not exist."""
+    groups = config_groups()
+    keys = [*all_keys(), *groups]
+    for text in overrides:
+        key = override_key(text)
+        if key == "hydra" or key.startswith("hydra."):
+            continue
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(f"'{text}' is no override; write key=value, such as optimizer.lr=0.003")
+        if key not in keys:
+            raise (
+                unknown_key(key, keys)
+                if nearest(key, keys)
+                else unknown_key(key, [*groups, "training", "evaluation"])
+            )
+        if key in groups:
+            _check_option(key, text.partition("=")[2], groups[key])
+
+
+def _check_option(group: str, value: str, options: list[str]) -> None:
+    if any(mark in value for mark in "([{$"):
+        return  # a sweep or an interpolation: Hydra's to read
+    for option in value.split(","):
+        name = option.strip().strip("'\"")
+        if name not in (*options, "null"):
+            raise ConfigError(f"{group}={name}: expected {' | '.join(options)}{nearest(name, options)}")
+
+
+class one_line_errors:
+    """Turn what Hydra and OmegaConf raise while composing into a ConfigError of one line."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        if isinstance(error, HydraException | OmegaConfBaseException):
+            raise ConfigError(_first_line(error)) from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        section = unknown[1].partition(".")[0]
+        return f"unknown key '{unknown[1]}' for the chosen {section}; see its keys with --cfg job"
+    return re.sub(r"\s*full_key: (\S*).*", r" (at \1)", text)
+
+
+def _plain(composed: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf, open_dict
+
+    with one_line_errors():
+        if "hydra" in composed:
+            with open_dict(composed):
+                del composed["hydra"]
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "experiment"}
+
+
+def hydra_door(task: Task) -> Callable[[], None]:
+    """Return the main function of a Hydra door that runs `task` on each composed command line."""
+
+    def main() -> None:
+        with user_errors_in_one_line():
+            import hydra
+            from hydra._internal.utils import get_args_parser
+            from hydra.core.hydra_config import HydraConfig
+
+            check_overrides(get_args_parser().parse_args().overrides)
+
+            def run(composed: Any) -> None:
+                overrides = list(HydraConfig.get().overrides.task)
+                with user_errors_in_one_line():  # Hydra lets SystemExit pass, and reports the rest itself
+                    task(Composed(_plain(composed), overrides))
+
+            run.__module__ = task.__module__
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to the handler above, unprinted
+            with one_line_errors():
+                hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="train")(run)()
+
+    return main
+
+
+class user_errors_in_one_line:
+    """Print a UserError as one line on stderr and exit with code 2, without a traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UserError):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            raise SystemExit(2) from None

@@ -1,0 +1,80 @@
+"""How much memory training takes, estimated before torch is imported.
+
+An estimate to choose a micro-batch by, in bytes: the four arenas, what one micro-batch keeps for its backward
+pass, and one block of logits.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from tiny_llm.config.parameters import parameter_specs
+from tiny_llm.config.schema import Config
+
+ALIGNMENT = 64  # elements; every arena entry starts at a multiple of it
+LOGIT_BLOCK_BYTES = 64 * 2**20  # the head and its loss go through the targets in blocks of about this size
+
+
+def padded(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def training_bytes(config: Config, micro_batch_size: int) -> int:
+    """Return the bytes of a training process that the model accounts for (not the interpreter's own)."""
+    master = 8 if config.runtime.precision == "fp64" else 4
+    arena = master * sum(padded(spec.numel) for spec in parameter_specs(config.model))
+    workers = config.decentralized.num_models
+    at_once = 1 if executes_looped(config) else workers
+    return 4 * workers * arena + at_once * micro_batch_size * sequence_bytes(config) + 4 * LOGIT_BLOCK_BYTES
+
+
+def sequence_bytes(config: Config) -> int:
+    """Return what one sequence keeps for the backward pass.
+
+    A layer keeps, a token: two residual inputs and two normed ones, q, k, v, rotated q and k, the attention's
+    and the MLP's result (11 widths) and gate, up and their product (3 ffn widths, one more for the backward).
+    """
+    model = config.model
+    element = {"fp64": 8, "fp32": 4}.get(config.runtime.precision, 4)
+    a_token = model.layers * (11 * model.width + 4 * model.ffn_width) + 4 * model.width
+    return model.context_length * a_token * element
+
+
+def executes_looped(config: Config) -> bool:
+    """Say whether workers take turns, so that only one worker's activations exist at a time."""
+    execution = config.decentralized.execution
+    return execution == "looped" or (execution == "auto" and not on_cuda(config))
+
+
+def on_cuda(config: Config) -> bool:
+    device = config.runtime.device
+    return device.startswith("cuda") or (device == "auto" and _cuda_bytes() is not None)
+
+
+def largest_micro_batch(config: Config, sequences: int) -> int:
+    """Return the largest divisor of `sequences` that fits into this device; at least 1."""
+    budget = _device_bytes(config)
+    fitting = [d for d in divisors(sequences) if training_bytes(config, d) <= budget]
+    return max(fitting, default=1)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _device_bytes(config: Config) -> int:
+    if on_cuda(config) and (cuda := _cuda_bytes()) is not None:
+        return cuda * 4 // 5
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cuda_bytes() -> int | None:
+    """Return the memory of the smallest visible CUDA device; None when the driver shows none."""
+    if not shutil.which("nvidia-smi") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    sizes = [int(line) for line in found.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if found.returncode == 0 and sizes else None

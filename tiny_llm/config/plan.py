@@ -1,0 +1,193 @@
+"""The Plan: everything that follows from a config before anything runs.
+
+Derived once and read by the trainer, adaptive consensus, resume, the benchmark, reports and tests: parameter
+count, updates, epoch boundaries, learning rates, gamma, memory. `dry_run=true` prints it as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiny_llm.config import memory
+from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.parameters import count_embedding_parameters, count_parameters
+from tiny_llm.config.rates import exact, first_adaptive_update, lr_factor, mixing_gamma, round_half_up
+from tiny_llm.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config implies. Updates are zero-based, `epoch_boundaries` cumulative updates done."""
+
+    config: Config
+    parameters: int
+    epoch_boundaries: tuple[int, ...]
+    micro_batch_size: int
+
+    @property
+    def num_models(self) -> int:
+        return self.config.decentralized.num_models
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.config.training.batch_tokens // self.config.model.context_length
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a worker adds up in one update."""
+        return self.batch_sequences // (self.num_models * self.micro_batch_size)
+
+    @property
+    def updates(self) -> int:
+        return self.epoch_boundaries[-1]
+
+    @property
+    def tokens(self) -> int:
+        """Training targets of the whole run, over all workers."""
+        return self.updates * self.config.training.batch_tokens
+
+    def epoch_of(self, update: int) -> int:
+        """Return the one-based epoch that the zero-based `update` belongs to."""
+        return next(e for e, boundary in enumerate(self.epoch_boundaries, 1) if update < boundary)
+
+    def lr(self, update: int) -> float:
+        return self.config.optimizer.lr * lr_factor(self.config.schedule, update + 1, self.updates)
+
+    def gamma(self, update: int) -> float:
+        """Return how strongly the zero-based `update` mixes: W' = gamma W + (1 - gamma) I."""
+        adaptive = self.config.adaptive_consensus
+        if update < first_adaptive_update(adaptive, self.updates):
+            return 1.0
+        return mixing_gamma(adaptive, self.lr(update), self.largest_active_lr)
+
+    @functools.cached_property
+    def largest_active_lr(self) -> float:
+        """The largest rate of the updates in which gamma follows the rate; 0 when there are none."""
+        start = first_adaptive_update(self.config.adaptive_consensus, self.updates)
+        return max((self.lr(update) for update in range(start, self.updates)), default=0.0)
+
+    def mixes(self, update: int) -> bool:
+        return self.num_models > 1 and (update + 1) % self.config.decentralized.mix_every == 0
+
+    def mixing_step(self, update: int) -> int:
+        """Return t, how many mixing steps came before that of the zero-based `update`."""
+        return (update + 1) // self.config.decentralized.mix_every - 1
+
+    @property
+    def cache_tokens_needed(self) -> int:
+        """Training tokens that a cache must hold: whole shuffle groups and one token of lookahead."""
+        data = self.config.data
+        group = data.shuffle_group_size * data.shard_tokens
+        targets = -(-self.tokens // data.max_passes)
+        return -(-targets // group) * group + 1
+
+    @property
+    def memory_bytes(self) -> int:
+        return memory.training_bytes(self.config, self.micro_batch_size)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the Plan as plain data."""
+        rate_points = {f"{q}%": self.lr(round((self.updates - 1) * q / 100)) for q in (0, 25, 50, 75, 100)}
+        return {
+            "parameters": self.parameters,
+            "non_embedding_parameters": self.parameters - count_embedding_parameters(self.config.model),
+            "num_models": self.num_models,
+            "batch_tokens": self.config.training.batch_tokens,
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation": self.accumulation,
+            "updates": self.updates,
+            "epochs": len(self.epoch_boundaries),
+            "epoch_boundaries": list(self.epoch_boundaries),
+            "tokens": self.tokens,
+            "warmup_updates": min(self.config.schedule.warmup_steps, self.updates),
+            "learning_rates": rate_points,
+            "first_adaptive_update": first_adaptive_update(self.config.adaptive_consensus, self.updates),
+            "memory_bytes": self.memory_bytes,
+            "cache_tokens_needed": self.cache_tokens_needed,
+        }
+
+
+def make_plan(config: Config) -> Plan:
+    """Derive the Plan. Raises ConfigError where the numbers of a config do not fit together."""
+    parameters = count_parameters(config.model)
+    plan = Plan(config, parameters, epoch_boundaries(config, parameters), _micro_batch_size(config))
+    adaptive = config.adaptive_consensus
+    if (
+        adaptive.p
+        and first_adaptive_update(adaptive, plan.updates) < plan.updates
+        and not plan.largest_active_lr
+    ):
+        raise ConfigError(
+            f"adaptive_consensus.p={adaptive.p:g}: the learning rate is 0 in every update from "
+            f"start_frac={adaptive.start_frac:g} on, so gamma is undefined; lower adaptive_consensus.start_frac"
+        )
+    return plan
+
+
+def settled(config: Config, plan: Plan) -> Config:
+    """Return the config with what the Plan derived written in, so that a resumed run derives it no more."""
+    return replace(config, training=replace(config.training, micro_batch_size=plan.micro_batch_size))
+
+
+def epoch_boundaries(config: Config, parameters: int) -> tuple[int, ...]:
+    """Return the cumulative updates floor(k e P / B + 1/2) after each epoch k, in exact arithmetic."""
+    training = config.training
+    epochs = exact(training.tokens_per_parameter) / exact(training.epoch_tokens_per_parameter)
+    if epochs.denominator != 1:
+        raise ConfigError(
+            f"training.tokens_per_parameter={training.tokens_per_parameter:g} is not a whole number of epochs of "
+            f"training.epoch_tokens_per_parameter={training.epoch_tokens_per_parameter:g}; "
+            f"the nearest multiples are {_nearest_multiples(training)}"
+        )
+    updates_an_epoch = exact(training.epoch_tokens_per_parameter) * parameters / training.batch_tokens
+    boundaries = [round_half_up(k * updates_an_epoch) for k in range(1, int(epochs) + 1)]
+    for epoch, (before, after) in enumerate(zip([0, *boundaries], boundaries, strict=False), 1):
+        if before == after:
+            raise ConfigError(
+                f"training.epoch_tokens_per_parameter={training.epoch_tokens_per_parameter:g}: epoch {epoch} has "
+                f"no update, because an epoch is {float(updates_an_epoch):.3g} updates of training.batch_tokens="
+                f"{training.batch_tokens}; raise the first or lower the second"
+            )
+    return tuple(boundaries)
+
+
+def _nearest_multiples(training: Any) -> str:
+    epoch = exact(training.epoch_tokens_per_parameter)
+    whole = int(exact(training.tokens_per_parameter) / epoch)
+    return " and ".join(f"{float(count * epoch):g}" for count in (whole, whole + 1) if count)
+
+
+def _micro_batch_size(config: Config) -> int:
+    training, length, workers = config.training, config.model.context_length, config.decentralized.num_models
+    unit = length * workers
+    if training.batch_tokens % unit:
+        low = training.batch_tokens // unit * unit
+        what = "model.context_length" if workers == 1 else "decentralized.num_models * model.context_length"
+        raise ConfigError(
+            f"training.batch_tokens={training.batch_tokens}: expected a multiple of {what} = {unit}; "
+            f"the nearest are {f'{low} and ' if low else ''}{low + unit}"
+        )
+    sequences = training.batch_tokens // unit
+    if workers > 1:
+        return _packed_micro_batch_size(training.micro_batch_size, sequences, unit)
+    if training.micro_batch_size is None:
+        return memory.largest_micro_batch(config, sequences)
+    if sequences % training.micro_batch_size:
+        raise ConfigError(
+            f"training.micro_batch_size={training.micro_batch_size} does not divide the {sequences} sequences of an "
+            f"update; allowed: {', '.join(str(d) for d in memory.divisors(sequences))}"
+        )
+    return training.micro_batch_size
+
+
+def _packed_micro_batch_size(requested: int | None, sequences: int, unit: int) -> int:
+    """With several workers an update is exactly one micro-batch of each."""
+    if requested not in (None, sequences):
+        raise ConfigError(
+            f"training.micro_batch_size={requested}: with several workers batch_tokens is num_models * "
+            f"micro_batch_size * context_length, so set training.micro_batch_size={sequences} (or null), or "
+            f"training.batch_tokens={unit * int(requested or 1)}"
+        )
+    return sequences

@@ -1,0 +1,25 @@
+"""From rows of tokens to what a model eats: inputs and targets as int64 tensors on its device.
+
+The only file of this room that imports torch. On CUDA the rows are copied through pinned memory without
+waiting; torch keeps the pinned memory until the copy is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def micro_batch(
+    rows: npt.NDArray[np.integer[Any]], device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets, int64 [rows, L] each, of rows [rows, L + 1]: targets are one token ahead."""
+    tokens = torch.from_numpy(rows.astype(np.int64, copy=False))
+    if torch.device(device).type == "cuda":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    else:
+        tokens = tokens.to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,130 @@
+"""The few operations of a decoder, each for one model and for N packed models.
+
+N workers  B sequences  T positions  D width  O outputs  H heads  K head dimension  V vocabulary  M targets
+
+One model has weight [O, D] and activations [B, T, D]; packed models have [N, O, D] and [N, B, T, D]. Nothing
+above this file asks which. Weights are fp32 (or fp64) masters, cast to the activations' dtype where they are
+used; norms and losses reduce in fp32 at least.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tiny_llm.config.memory import LOGIT_BLOCK_BYTES
+
+IGNORED = -100  # a target that does not count
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T: [(N,) B, T, D] and [(N,) O, D] give [(N,) B, T, O]."""
+    weight = weight.to(x.dtype)
+    if weight.dim() == 2:
+        return functional.linear(x, weight)
+    return torch.bmm(x.flatten(1, -2), weight.mT).view(*x.shape[:-1], weight.shape[-2])
+
+
+def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of weight [(N,) V, D] that tokens [(N,) B, T] name, in `dtype`."""
+    if weight.dim() == 2:
+        return functional.embedding(tokens, weight).to(dtype)
+    worker = torch.arange(len(weight), device=tokens.device).view(-1, 1, 1)
+    return weight[worker, tokens].to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight (Zhang & Sennrich 2019, eq. 4) with weight [(N,) D]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = weight if weight.dim() == 1 else weight.view(len(weight), 1, 1, -1)
+    return (functional.rms_norm(x.to(wide), x.shape[-1:], None, eps) * scale).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up (Shazeer 2020, eq. 6) for gate and up side by side in the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_table(
+    length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return cosines and sines [2, T, K/2] of position * theta^(-2i/K) (Su et al. 2021, eq. 15)."""
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float64), theta**-exponent)
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+def rotate(x_BTHK: Tensor, table: Tensor) -> Tensor:
+    """Turn the pairs (i, i + K/2) of each head by the position's angles."""
+    cos, sin = (part[: x_BTHK.shape[-3], None] for part in table)
+    first, second = x_BTHK.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def causal_attention(qkv: Tensor, heads: int, rope_theta: float) -> Tensor:
+    """Return softmax(q k^T / sqrt(K)) v with rotated q, k: [(N,) B, T, 3 D] gives [(N,) B, T, D]."""
+    length, width = qkv.shape[-2], qkv.shape[-1] // 3
+    q_BTHK, k_BTHK, v_BTHK = qkv.reshape(-1, length, 3, heads, width // heads).unbind(2)
+    table = rotary_table(length, width // heads, rope_theta, qkv.device, qkv.dtype)
+    mixed_BHTK = functional.scaled_dot_product_attention(
+        rotate(q_BTHK, table).transpose(1, 2),
+        rotate(k_BTHK, table).transpose(1, 2),
+        v_BTHK.transpose(1, 2),
+        is_causal=True,
+    )
+    return mixed_BHTK.transpose(1, 2).reshape(*qkv.shape[:-1], width)
+
+
+def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy, in nats, of the head's logits x W^T against targets.
+
+    x [(N,) B, T, D], weight [(N,) V, D], targets [(N,) B, T] with IGNORED where there is none; the result has
+    shape [N], or [] for one model. The logits of the whole batch never exist: head and loss go through blocks
+    of targets, forward and backward in one pass.
+    """
+    packed = weight.dim() == 3
+    x_M = x.flatten(1, -2) if packed else x.flatten(0, -2)
+    total: Tensor = _HeadLoss.apply(x_M, weight, targets.flatten(1) if packed else targets.flatten())  # type: ignore[no-untyped-call]
+    return total
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Blocks of targets go through head, loss and both gradients; x_MD and weight_VD may lead with N."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
+    ) -> Tensor:
+        head_VD = weight_VD.to(x_MD.dtype)
+        wide = torch.promote_types(x_MD.dtype, torch.float32)
+        losses = torch.zeros(weight_VD.shape[:-2], dtype=wide, device=x_MD.device)
+        wants_gradient = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
+        if wants_gradient:
+            x_gradient, weight_gradient = torch.empty_like(x_MD), torch.zeros_like(weight_VD)
+        rows = max(1, LOGIT_BLOCK_BYTES // (4 * weight_VD.shape[-2] * max(1, losses.numel())))
+        for start in range(0, x_MD.shape[-2], rows):
+            block = slice(start, start + rows)
+            x, target = x_MD[..., block, :], targets_M[..., block, None]
+            counts = target != IGNORED
+            target = target.clamp_min(0)
+            log_softmax_MV = torch.log_softmax((x @ head_VD.mT).to(wide), dim=-1)
+            losses -= (log_softmax_MV.gather(-1, target) * counts).sum((-2, -1))
+            if wants_gradient:
+                softmax_MV = log_softmax_MV.exp_()
+                gradient_MV = softmax_MV.scatter_add_(-1, target, -counts.to(wide)).to(x.dtype)
+                x_gradient[..., block, :] = (gradient_MV @ head_VD).mul_(counts)
+                weight_gradient += gradient_MV.mT @ (x * counts)
+        if wants_gradient:
+            ctx.save_for_backward(x_gradient, weight_gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_gradient, weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
+        factor = upstream[..., None, None]
+        return x_gradient * factor.to(x_gradient.dtype), weight_gradient * factor, None

@@ -1,0 +1,98 @@
+"""AdamW over arenas: a worker's row is two long vectors, what decays and what does not."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tiny_llm.config.schema import OptimizerConfig
+
+CLIP_EPS = 1e-6
+
+
+class PackedParameters(Protocol):
+    """What AdamW needs of a packed model."""
+
+    parameter_storage: Tensor
+    gradient_storage: Tensor
+
+    @property
+    def layout(self) -> Any: ...
+
+    def gradient_norms(self) -> Tensor: ...
+
+
+class PackedAdamW:
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) with local moments for each of N packed models.
+
+    first_moment_storage, second_moment_storage: [N, D_padded], laid out like the parameters. Build it after
+    the model is on its device and in its dtype.
+    """
+
+    def __init__(self, model: PackedParameters, config: OptimizerConfig) -> None:
+        self.model = model
+        self.config = config
+        self.updates = 0
+        self._parameters = model.parameter_storage
+        self.first_moment_storage = torch.zeros_like(model.parameter_storage)
+        self.second_moment_storage = torch.zeros_like(model.parameter_storage)
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None, norms: Tensor | None = None) -> None:
+        """Clip each worker's gradient by its own norm and apply one local update.
+
+        lr: this update's rate, config.lr when None. norms: [N], the gradients' norms if already taken.
+        Raises RuntimeError when the model has moved since this optimizer was built.
+        """
+        if self.model.parameter_storage is not self._parameters:
+            raise RuntimeError(
+                "the model was moved or converted after PackedAdamW was built, so this optimizer would train "
+                "stale storage; build PackedAdamW after .to(...)"
+            )
+        self.updates += 1
+        divisors = self._clip_divisors(norms)
+        for i in range(len(self._parameters)):
+            self._update_worker(
+                i, self.config.lr if lr is None else lr, None if divisors is None else divisors[i]
+            )
+
+    def _clip_divisors(self, norms: Tensor | None) -> Tensor | None:
+        """Return max(1, (norm + eps) / threshold) for each worker: the kernel divides by it as it reads."""
+        if self.config.grad_clip is None:
+            return None
+        norms = self.model.gradient_norms() if norms is None else norms
+        return ((norms + CLIP_EPS) / self.config.grad_clip).clamp_min(1.0)
+
+    def _update_worker(self, i: int, lr: float, divisor: Tensor | None) -> None:
+        arenas = (
+            self._parameters,
+            self.model.gradient_storage,
+            self.first_moment_storage,
+            self.second_moment_storage,
+        )
+        decayed = self.model.layout.decayed
+        for part, weight_decay in (
+            (slice(None, decayed), self.config.weight_decay),
+            (slice(decayed, None), 0.0),
+        ):
+            parameter, gradient, first, second = (arena[i, part] for arena in arenas)
+            steps = torch.tensor(float(self.updates), device=parameter.device)
+            torch._fused_adamw_(
+                [parameter],
+                [gradient],
+                [first],
+                [second],
+                [],
+                [steps],
+                lr=lr,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                weight_decay=weight_decay,
+                eps=self.config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=None,
+            )

@@ -1,0 +1,78 @@
+"""Where and how a run computes: the `auto` values of the runtime section become facts of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import torch
+
+from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.plan import Plan
+from tiny_llm.config.schema import Config
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+# Compiling a decoder takes about a minute on a CPU; it pays off in runs that are longer than a few of them.
+COMPILE_WORTH_FLOPS = 4e13
+
+
+def settle_runtime(plan: Plan) -> Config:
+    """Return the config with precision and compile decided for this machine. Raises ConfigError."""
+    config = plan.config
+    device = open_device(config.runtime.device)
+    precision = config.runtime.precision
+    if precision == "auto":
+        precision = "bf16" if multiplies_bf16_fast(device) else "fp32"
+    compiled = config.runtime.compile
+    if compiled == "auto":
+        compiled = _compile_pays(plan, device)
+    return replace(config, runtime=replace(config.runtime, precision=precision, compile=compiled))
+
+
+def open_device(name: str) -> torch.device:
+    """Return the device that `runtime.device` names. Raises ConfigError when this machine lacks it."""
+    cuda = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if cuda else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (not cuda or (device.index or 0) >= torch.cuda.device_count()):
+        found = f"{torch.cuda.device_count()} CUDA devices" if cuda else "no CUDA device"
+        raise ConfigError(f"runtime.device={name}: this machine shows {found}; use runtime.device=auto")
+    return device
+
+
+def multiplies_bf16_fast(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return DTYPES[config.runtime.precision]
+
+
+def master_dtype(config: Config) -> torch.dtype:
+    return torch.float64 if config.runtime.precision == "fp64" else torch.float32
+
+
+def prepare_torch(config: Config) -> torch.device:
+    """Set threads and determinism for this process and return the device."""
+    device = open_device(config.runtime.device)
+    if config.runtime.threads:
+        torch.set_num_threads(config.runtime.threads)
+    if config.runtime.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest" if config.runtime.deterministic else "high")
+    return device
+
+
+def _compile_pays(plan: Plan, device: torch.device) -> bool:
+    if device.type == "cuda":
+        return True
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return bool(compiler) and 6.0 * plan.parameters * plan.tokens > COMPILE_WORTH_FLOPS

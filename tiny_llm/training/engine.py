@@ -1,0 +1,121 @@
+"""One update of all workers: local gradients, finite check, clip, mix and AdamW in the scheme's order.
+
+Synchronous training is one worker that adds up micro-batches and mixes nothing. The executors differ in how
+workers share the device, never in the mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiny_llm.config.errors import UserError
+from tiny_llm.config.memory import executes_looped
+from tiny_llm.config.plan import Plan
+from tiny_llm.decentralized.packed_llama import PackedLlama, count_targets
+from tiny_llm.decentralized.topology import make_topology
+from tiny_llm.models.decoder import loss_sums
+from tiny_llm.optim.adamw import PackedAdamW
+from tiny_llm.training.device import compute_dtype, master_dtype
+
+MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 [rows, T]
+
+
+class NonFiniteError(UserError):
+    """A worker's loss or gradient is not finite; nothing was mixed or updated."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Each worker's mean loss in nats and gradient norm before clipping."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+class Engine:
+    """The workers and how they advance. `update` is all that changes them."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        config = plan.config
+        self.plan = plan
+        self.device = device
+        self.topology = make_topology(num_models=plan.num_models, **vars(config.topology))
+        self.model = PackedLlama(config.model, plan.num_models, config.runtime.seed, master_dtype(config))
+        self.model.to(device)
+        self.optimizer = PackedAdamW(self.model, config.optimizer)
+        self.dtype = compute_dtype(config)
+        self.looped = executes_looped(config)
+        self._loss_sums = torch.compile(loss_sums, dynamic=False) if config.runtime.compile else loss_sums
+
+    def update(self, number: int, next_micro_batch: Callable[[], MicroBatch]) -> UpdateResult:
+        """Advance every worker by the zero-based update `number`.
+
+        next_micro_batch: gives tokens and targets [N * micro_batch_size, T]; called plan.accumulation times.
+        Raises NonFiniteError before anything is mixed or updated.
+        """
+        losses = self._accumulate_gradients(next_micro_batch)
+        norms = self.model.gradient_norms()
+        result = self._checked(number, losses, norms)
+        scheme, lr = self.plan.config.decentralized.scheme, self.plan.lr(number)
+        if scheme == "awc":
+            self._mix(number)
+        self.optimizer.step(lr, norms)
+        if scheme == "atc":
+            self._mix(number)
+        return result
+
+    def _accumulate_gradients(self, next_micro_batch: Callable[[], MicroBatch]) -> Tensor:
+        """Put each worker's mean gradient into the arena and return its mean loss, [N].
+
+        Summed losses are differentiated and scaled once by the valid targets of the whole update, so padding
+        that falls unevenly on micro-batches changes nothing.
+        """
+        self.model.zero_gradients_()
+        batches = [self._deal(*next_micro_batch()) for _ in range(self.plan.accumulation)]
+        valid_N = torch.stack([count_targets(targets) for _, targets in batches]).sum(0)
+        losses_N = torch.zeros(self.plan.num_models, device=self.device, dtype=torch.float64)
+        for tokens_NBT, targets_NBT in batches:
+            if self.looped:
+                for i in range(self.plan.num_models):
+                    losses_N[i] += self._backward(
+                        self.model.worker(i), tokens_NBT[i], targets_NBT[i], valid_N[i]
+                    )
+            else:
+                losses_N += self._backward(self.model.packed(), tokens_NBT, targets_NBT, valid_N)
+        return losses_N
+
+    def _backward(
+        self, parameters: dict[str, Tensor], tokens: Tensor, targets: Tensor, valid: Tensor
+    ) -> Tensor:
+        sums = self._loss_sums(self.plan.config.model, parameters, tokens, targets, self.dtype)
+        means = sums / valid
+        torch.autograd.backward(means.sum())
+        return means.detach()
+
+    def _deal(self, tokens: Tensor, targets: Tensor) -> MicroBatch:
+        """Deal rows out: worker i gets rows i, i + N, i + 2N, ... as [N, B, T]."""
+        workers = self.plan.num_models
+        return (
+            tokens.view(-1, workers, tokens.shape[-1]).transpose(0, 1).contiguous(),
+            targets.view(-1, workers, targets.shape[-1]).transpose(0, 1).contiguous(),
+        )
+
+    def _checked(self, number: int, losses: Tensor, norms: Tensor) -> UpdateResult:
+        result = UpdateResult(losses.tolist(), norms.tolist())
+        for worker, (loss, norm) in enumerate(zip(result.losses, result.norms, strict=True)):
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise NonFiniteError(
+                    f"update {number + 1}: loss {loss:g} and gradient norm {norm:g}"
+                    + (f" in worker {worker}" if self.plan.num_models > 1 else "")
+                    + "; nothing was mixed or updated. Lower optimizer.lr, or resume from an earlier checkpoint"
+                )
+        return result
+
+    def _mix(self, number: int) -> None:
+        if self.plan.mixes(number):
+            self.model.mix_(self.topology, self.plan.mixing_step(number), self.plan.gamma(number))

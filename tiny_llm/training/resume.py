@@ -1,0 +1,76 @@
+"""What `resume=` means: which state, with which config, and what may differ from the first start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny_llm.config.compose import Composed
+from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.parse import parse_config
+from tiny_llm.config.saved import FREE_ON_RESUME, flatten, plain, read_yaml
+from tiny_llm.config.schema import Config
+from tiny_llm.config.validation import validate
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run to go on with: its directory, the file that was named (None: the newest state), the config."""
+
+    directory: Path
+    file: Path | None
+    config: Config
+
+
+def resumed(composed: Composed) -> Resume:
+    """Return the saved config of `resume=` with the overrides that may differ. Raises ConfigError."""
+    named = Path(str(composed.values["resume"]))
+    if not named.exists():
+        raise ConfigError(f"resume={named} does not exist; name a run directory or one of its .pt files")
+    directory, file = (named, None) if named.is_dir() else (named.parent, named)
+    saved = read_yaml(directory / "resolved.yaml")
+    values = plain(saved)
+    for key, value in _asked(composed).items():
+        _apply(values, key, value)
+    if "output_dir" not in composed.chosen:
+        _set(values, "output_dir", str(directory))
+    _set(values, "resume", str(named))
+    config = parse_config(values)
+    validate(config)
+    return Resume(directory, file, config)
+
+
+def _asked(composed: Composed) -> dict[str, Any]:
+    """Return every key that the overrides of this command line decide, with its value."""
+    asked = flatten(composed.values)
+    if "experiment" in composed.chosen:
+        return {key: value for key, value in asked.items() if key != "output_dir"}
+    return {
+        key: value
+        for key, value in asked.items()
+        if any(key == chosen or key.startswith(f"{chosen}.") for chosen in composed.chosen)
+    }
+
+
+def _apply(values: dict[str, Any], key: str, value: Any) -> None:
+    saved = flatten(values).get(key)
+    if key in FREE_ON_RESUME:
+        _set(values, key, value)
+    elif not _same(saved, value):
+        raise ConfigError(
+            f"{key}={value} differs from {saved} of the run that resume= names; leave it out, or start a new run. "
+            f"May differ: {', '.join(FREE_ON_RESUME)}"
+        )
+
+
+def _same(saved: Any, asked: Any) -> bool:
+    """Compare two values; `auto` and null agree with whatever the first start made of them."""
+    return saved == asked or asked in ("auto", None)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        values = values[part]
+    values[last] = value

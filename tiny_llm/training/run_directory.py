@@ -1,0 +1,102 @@
+"""A run's directory: what it holds, who may write it, and how rows are added and cut.
+
+resolved.yaml     the whole config          environment.json  versions, hardware, identities
+metrics.jsonl     one row a line            run.log           the plain lines that were shown
+status.json       running | interrupted | failed | complete   best.json, result.json, loss.png
+final.pt, recovery.pt, epoch-NNN.pt, epoch-NNN.safetensors    see checkpoint.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tiny_llm import files
+from tiny_llm.config.errors import UserError
+
+
+class RunDirectory:
+    """One run's files. Use `locked()` around everything that writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def holds_run(self) -> bool:
+        return (self / "resolved.yaml").exists() or (self / "metrics.jsonl").exists()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process out for as long as this one lives."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: {error.strerror}; choose another output_dir") from None
+        busy = f"{self.path} is in use by another process; wait for it, or choose another output_dir"
+        with files.exclusive(self / ".lock", busy):
+            yield
+
+    def refuse_existing_run(self) -> None:
+        if self.holds_run:
+            raise UserError(
+                f"output_dir={self.path} already holds a run; continue it with resume={self.path}, "
+                "or choose another output_dir"
+            )
+
+    def set_status(self, status: str, **facts: Any) -> None:
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        host = {"pid": os.getpid(), "host": socket.gethostname(), "time": when}
+        files.write_json(self / "status.json", {"status": status, **facts, **host})
+
+    @property
+    def status(self) -> str | None:
+        path = self / "status.json"
+        return str(files.read_json(path)["status"]) if path.exists() else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl."""
+        path = self / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def copy_history(self, source: RunDirectory, metrics_bytes: int) -> None:
+        """Begin this directory with the rows that `source` had at a checkpoint, and cut what came later."""
+        if source.path.resolve() != self.path.resolve() and (source / "metrics.jsonl").exists():
+            shutil.copyfile(source / "metrics.jsonl", self / "metrics.jsonl")
+        path = self / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size < metrics_bytes:
+            raise UserError(
+                f"{path} has {size} bytes, but had {metrics_bytes} when the checkpoint was saved; "
+                "restore it, or resume into another output_dir from a copy that has it"
+            )
+        if size:
+            os.truncate(path, metrics_bytes)
+
+
+class Metrics:
+    """Appends rows to metrics.jsonl, whole lines only, and knows how long the file is."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._file = open(directory / "metrics.jsonl", "ab")  # noqa: SIM115 - open as long as the run
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._file.write((json.dumps(row) + "\n").encode())
+        self._file.flush()
+
+    def synced_bytes(self) -> int:
+        """Make the rows durable and return the file's size: what a checkpoint refers to."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,89 @@
+"""A finished or unfinished run as something to evaluate, sample from or export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiny_llm.config.parameters import parameter_specs
+from tiny_llm.config.saved import read_yaml
+from tiny_llm.config.schema import Config
+from tiny_llm.data.cache import TokenCache, cache_directory
+from tiny_llm.decentralized.arena import Layout
+from tiny_llm.training.checkpoint import CheckpointError, load_state, newest_state
+from tiny_llm.training.device import open_device
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's config, its token cache, the name of a checkpoint and that one's weights on a device."""
+
+    config: Config
+    cache: TokenCache
+    checkpoint: str
+    weights: dict[str, Tensor]
+    device: torch.device
+
+
+def open_run(run: str, checkpoint: str | None, device: str) -> SavedRun:
+    """Open `checkpoint` (a file name; None: the newest) of the run directory `run`. Raises UserError."""
+    directory = Path(run)
+    config = read_yaml(directory / "resolved.yaml")
+    path = directory / checkpoint if checkpoint else newest_weights(directory)
+    place = open_device(device)
+    weights = {name: value.to(place) for name, value in read_weights(path, config).items()}
+    cache = TokenCache.open(cache_directory(config.data), config.data)
+    config = replace(config, runtime=replace(config.runtime, device=device))
+    return SavedRun(config, cache, path.name, weights, place)
+
+
+def newest_weights(directory: Path) -> Path:
+    """Return the newest training state, or the last epoch's weights where no state was kept."""
+    try:
+        return newest_state(directory)
+    except CheckpointError:
+        weights = sorted(directory.glob("epoch-*.safetensors"))
+        if not weights:
+            raise
+        return weights[-1]
+
+
+def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
+    """Return a checkpoint's weights (of several workers: their mean) by name, on the CPU.
+
+    Raises CheckpointError for a missing or damaged file, and for weights of another model.
+    """
+    weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_average(path, config)
+    expected = {spec.name: spec.shape for spec in parameter_specs(config.model)}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    if found != expected:
+        wrong = sorted(set(expected.items()) ^ set(found.items()))
+        raise CheckpointError(
+            f"{path} holds another model: {', '.join(f'{n} {list(s)}' for n, s in wrong[:4])}"
+        )
+    return weights
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def _read_average(path: Path, config: Config) -> dict[str, Tensor]:
+    arena = load_state(path, memory_map=True)["parameters"]
+    layout = Layout.of(parameter_specs(config.model))
+    if arena.shape[-1] != layout.size:
+        raise CheckpointError(
+            f"{path} holds another model: rows of {arena.shape[-1]} elements, not {layout.size}"
+        )
+    return layout.views(arena.mean(0, dtype=torch.promote_types(arena.dtype, torch.float32)))

@@ -48,7 +48,7 @@ def parse_value(hint: Any, value: Any, path: str) -> Any:
     options = _options(hint)
     sections = [option for option in options if dataclasses.is_dataclass(option)]
     if sections:
-        return parse_section(_member(sections, value, path), value, path)  # type: ignore[type-var]
+        return parse_section(_member(sections, value, path), value, path)
     for option in options:
         accepted, result = _convert(option, value)
         if accepted:

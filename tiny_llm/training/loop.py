@@ -29,6 +29,7 @@ from tiny_llm.training.progress import Progress
 from tiny_llm.training.run_directory import Metrics, RunDirectory
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import Tracker
+from tiny_llm.training.worker_files import save_epoch_state, worker_directory
 
 
 class Window:
@@ -257,9 +258,14 @@ class Trainer:
             "tokens": str(self.tokens),
             "recipe": recipe_identity(self.config),
         }
-        save_weights(self.directory / f"{name}.safetensors", self.engine.model.average_state_dict(), facts)
+        model, root = self.engine.model, self.directory.path
+        if model.num_models > 1:
+            for i in range(model.num_models):
+                path = worker_directory(root, i) / f"{name}.safetensors"
+                save_weights(path, model.local_state_dict(i), {**facts, "worker": str(i)})
+        save_weights(root / f"{name}.safetensors", model.average_state_dict(), facts)
         if self.config.training.save_epoch_training_state:
-            save_state(self.directory / f"{name}.pt", self.state())
+            save_epoch_state(root / f"{name}.pt", self.state(), model.layout)
 
     def _stop_if_asked(self) -> None:
         if self.signals.received is not None:

@@ -13,6 +13,9 @@ from tiny_llm.config.saved import FREE_ON_RESUME, flatten, plain, read_yaml
 from tiny_llm.config.schema import Config
 from tiny_llm.config.validation import validate
 
+# What `auto` or null became at the first start stays; asking for auto again is no difference.
+SETTLED = ("training.micro_batch_size", "runtime.precision", "runtime.compile")
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -29,6 +32,11 @@ def resumed(composed: Composed) -> Resume:
     if not named.exists():
         raise ConfigError(f"resume={named} does not exist; name a run directory or one of its .pt files")
     directory, file = (named, None) if named.is_dir() else (named.parent, named)
+    if directory.name.startswith("node-"):
+        root = directory.parent / named.name if file else directory.parent
+        raise ConfigError(
+            f"resume={named} is one worker's part and cannot resume a run by itself; use resume={root}"
+        )
     saved = read_yaml(directory / "resolved.yaml")
     values = plain(saved)
     for key, value in _asked(composed).items():
@@ -57,16 +65,11 @@ def _apply(values: dict[str, Any], key: str, value: Any) -> None:
     saved = flatten(values).get(key)
     if key in FREE_ON_RESUME:
         _set(values, key, value)
-    elif not _same(saved, value):
+    elif saved != value and not (key in SETTLED and value in ("auto", None)):
         raise ConfigError(
             f"{key}={value} differs from {saved} of the run that resume= names; leave it out, or start a new run. "
             f"May differ: {', '.join(FREE_ON_RESUME)}"
         )
-
-
-def _same(saved: Any, asked: Any) -> bool:
-    """Compare two values; `auto` and null agree with whatever the first start made of them."""
-    return saved == asked or asked in ("auto", None)
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from tiny_llm.data.cache import TokenCache, cache_directory
 from tiny_llm.decentralized.arena import Layout
 from tiny_llm.training.checkpoint import CheckpointError, load_state, newest_state
 from tiny_llm.training.device import open_device
+from tiny_llm.training.worker_files import load_whole
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_average(path: Path, config: Config) -> dict[str, Tensor]:
-    arena = load_state(path, memory_map=True)["parameters"]
+    state = load_state(path, memory_map=True)
+    if "index" in state:  # one worker's file
+        return dict(state["weights"])
+    arena = load_whole(path)["parameters"] if "workers" in state else state["parameters"]
     layout = Layout.of(parameter_specs(config.model))
     if arena.shape[-1] != layout.size:
         raise CheckpointError(

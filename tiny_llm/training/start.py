@@ -30,6 +30,7 @@ from tiny_llm.training.run_directory import Metrics, RunDirectory
 from tiny_llm.training.sampling import show_sample
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import open_tracker, require_package
+from tiny_llm.training.worker_files import load_whole
 
 
 def run(plan: Plan, resume: Resume | None = None) -> None:
@@ -64,7 +65,7 @@ def _open_state(resume: Resume, plan: Plan, directory: RunDirectory, cache: Toke
     """Return the state to go on from, checked against recipe, data and a newer state in the directory."""
     newest = newest_state(resume.directory)
     path = resume.file or newest
-    state = load_state(path)
+    state = load_whole(path)
     for what, here in (("recipe", recipe_identity(plan.config)), ("data", cache.identity)):
         if state["identity"][what] != here:
             raise CheckpointError(

@@ -1,0 +1,170 @@
+"""The slow, obvious twin of `tiny_llm.models`: one plain Llama, written from the papers' formulas.
+
+It shares nothing with the room it checks but the names of the parameters. `loop_rms_norm` and `loop_rotate` go
+down to single numbers; `ReferenceLlama` is an ordinary module with full logits, an explicit mask and an explicit
+softmax.
+
+B sequences  T positions  D width  H heads  K head dimension
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tiny_llm.config.schema import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention; q, k and v are rows of one matrix, in this order, the heads within each."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.theta = model.heads, model.rope_theta
+        self.qkv = nn.Linear(model.width, 3 * model.width, bias=False)
+        self.output = nn.Linear(model.width, model.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        w_q, w_k, w_v = self.qkv.weight.split(width)
+        q, k, v = (
+            (x @ w.T).view(batch, length, self.heads, width // self.heads).permute(0, 2, 1, 3)
+            for w in (w_q, w_k, w_v)
+        )
+        q, k = rotate(q, self.theta), rotate(k, self.theta)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        heard = (weights @ v).permute(0, 2, 1, 3).reshape(batch, length, width)
+        return heard @ self.output.weight.T
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are rows of one matrix, in this order."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(model.width, 2 * model.ffn_width, bias=False)
+        self.down = nn.Linear(model.ffn_width, model.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w_gate, w_up = self.gate_up.weight.split(len(self.gate_up.weight) // 2)
+        gate = x @ w_gate.T
+        return (gate * torch.sigmoid(gate) * (x @ w_up.T)) @ self.down.weight.T
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.width, model.norm_eps)
+        self.attention = Attention(model)
+        self.mlp_norm = RMSNorm(model.width, model.norm_eps)
+        self.mlp = Mlp(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ReferenceLlama(nn.Module):
+    """Tokens [B, T] in, logits [B, T, V] out; the head is the embedding."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab_size, model.width)
+        self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm = RMSNorm(model.width, model.norm_eps)
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        x = self.embedding.weight[tokens]
+        for layer in self.layers:
+            x = layer(x)
+        return torch.as_tensor(self.norm(x))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.hidden_states(tokens) @ self.embedding.weight.T
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy over the targets that are not -100."""
+        logits = self(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def reference_llama(model: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype) -> ReferenceLlama:
+    """The reference with copies of the given weights, in `dtype`."""
+    reference = ReferenceLlama(model).to(dtype)
+    reference.load_state_dict({name: value.detach().clone() for name, value in state.items()}, strict=True)
+    return reference
+
+
+def rotate(x_BHTK: Tensor, theta: float) -> Tensor:
+    """RoPE: the pair (x_i, x_{i+K/2}) at position t, as a complex number, times exp(i t theta^(-2i/K))."""
+    length, head_dim = x_BHTK.shape[-2:]
+    z = torch.complex(x_BHTK[..., : head_dim // 2], x_BHTK[..., head_dim // 2 :])
+    z = z * turns(length, head_dim, theta).to(z.dtype)
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+@functools.cache
+def turns(length: int, head_dim: int, theta: float) -> Tensor:
+    """The complex factors [T, K/2] of RoPE."""
+    rates = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    angles = torch.tensor([[t * rate for rate in rates] for t in range(length)], dtype=torch.float64)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def loop_rms_norm(x_TD: NDArray[np.float64], weight_D: NDArray[np.float64], eps: float) -> NDArray[np.float64]:
+    """RMSNorm, one number at a time."""
+    result = np.zeros_like(x_TD)
+    for t in range(x_TD.shape[0]):
+        total = 0.0
+        for d in range(x_TD.shape[1]):
+            total += float(x_TD[t, d]) ** 2
+        rms = math.sqrt(total / x_TD.shape[1] + eps)
+        for d in range(x_TD.shape[1]):
+            result[t, d] = x_TD[t, d] / rms * weight_D[d]
+    return result
+
+
+def loop_rotate(x_TK: NDArray[np.float64], theta: float) -> NDArray[np.float64]:
+    """RoPE of one head, one pair at a time."""
+    result = np.zeros_like(x_TK)
+    length, head_dim = x_TK.shape
+    for t in range(length):
+        for i in range(head_dim // 2):
+            angle = t / theta ** (2 * i / head_dim)
+            a, b = x_TK[t, i], x_TK[t, i + head_dim // 2]
+            result[t, i] = a * math.cos(angle) - b * math.sin(angle)
+            result[t, i + head_dim // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return result
+
+
+def loop_attention(
+    q_TK: NDArray[np.float64], k_TK: NDArray[np.float64], v_TK: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Causal attention of one head, one query at a time, from rotated q and k."""
+    result = np.zeros_like(v_TK)
+    for t in range(len(q_TK)):
+        scores = [float(q_TK[t] @ k_TK[s]) / math.sqrt(q_TK.shape[1]) for s in range(t + 1)]
+        weights = [math.exp(score) for score in scores]
+        for s in range(t + 1):
+            result[t] += weights[s] / sum(weights) * v_TK[s]
+    return result

@@ -77,7 +77,9 @@ def prepared_tokens_per_second(directory: Path, corpus: Path, workers: int) -> f
 
 
 def main() -> None:
-    workers, repeats = (int(text) for text in [*sys.argv[1:], "2", "5"][:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 5)
+    workers, repeats = (
+        (int(text) for text in [*sys.argv[1:], "2", "5"][:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 5)
+    )
     texts = documents()
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
@@ -88,7 +90,10 @@ def main() -> None:
         for _ in range(repeats):
             bare.append(bare_tokens_per_second(directory / "tokenizer", texts, workers))
             prepared.append(prepared_tokens_per_second(directory, corpus, workers))
-            print(f"bare {bare[-1]:,.0f} tokens/s, prepare {prepared[-1]:,.0f}, {prepared[-1] / bare[-1]:.1%}", flush=True)
+            print(
+                f"bare {bare[-1]:,.0f} tokens/s, prepare {prepared[-1]:,.0f}, {prepared[-1] / bare[-1]:.1%}",
+                flush=True,
+            )
     print(f"best of {repeats}: prepare reaches {max(prepared) / max(bare):.1%} of bare encode_batch")
 
 

@@ -15,7 +15,7 @@ from small_cache import SETTINGS, files_of, random_documents, stdlib_settings, t
 
 from tiny_llm.config.errors import UserError
 from tiny_llm.config.schema import HubCorpus
-from tiny_llm.data import prepare as preparation
+from tiny_llm.data import pipeline
 from tiny_llm.data import tokenizer as tok
 from tiny_llm.data.cache import CacheError, DamagedCacheError
 from tiny_llm.data.encoding import Batch, Encoded
@@ -26,6 +26,10 @@ from tiny_llm.data.tokenizer import load_tokenizer
 
 def silent(line: str) -> None:
     pass
+
+
+opened: list[str] = []
+"""The revisions at which the stand-in for the Hub has been opened."""
 
 
 class ListCorpus:
@@ -63,8 +67,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
     def make_tokenizer(data: Any, corpus: Any, directory: Path, report: Any) -> tok.TokenizerFacts:
         return tok.train_bpe(random_documents(50), 400, directory)
 
-    monkeypatch.setattr(preparation, "open_corpus", lambda data, report: ListCorpus(documents))
-    monkeypatch.setattr(preparation, "_make_tokenizer", make_tokenizer)
+    def open_corpus(data: HubCorpus, report: Any) -> ListCorpus:
+        assert data.revision in ("r", ListCorpus.revision)
+        opened.append(data.revision)
+        return ListCorpus(documents)
+
+    opened.clear()
+    monkeypatch.setattr(pipeline, "open_corpus", open_corpus)
+    monkeypatch.setattr(pipeline, "_make_tokenizer", make_tokenizer)
     return documents
 
 
@@ -183,6 +193,7 @@ def test_training_refuses_too_small_a_cache_and_prepare_enlarges_it(
         ensure_cache(data, 1001, silent)
     large = prepare(data, 1001, silent)
     assert large.train_tokens == 2001
+    assert opened == ["r", ListCorpus.revision], "a larger cache extends the same commit"
     assert ensure_cache(data, 1001, silent).identity == large.identity
     assert prepare(data, 5, silent).identity == large.identity
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
@@ -260,7 +271,7 @@ def test_an_error_in_the_corpus_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_progress_and_totals_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "REPORT_SECONDS", 0.0)
     lines: list[str] = []
     data = text_settings(tmp_path, write_documents(tmp_path / "a.txt", random_documents(100)))
     cache = ensure_cache(data, 0, lines.append)
@@ -311,3 +322,12 @@ def test_the_writer_stops_at_the_very_token(tmp_path: Path, trial: int) -> None:
     )
     written = [np.fromfile(path, "<u2") for path in sorted(tmp_path.glob("validation*"))]
     assert np.concatenate([np.array([], int), *written]).tolist() == validation
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    corpus = write_documents(tmp_path / "a.txt", random_documents(80))
+    data = text_settings(tmp_path, corpus, cache_dir=str(corpus / "cache"))
+    with pytest.raises(
+        UserError, match=r"a\.txt/cache: (File exists|Not a directory).*data\.cache_dir=DIRECTORY"
+    ):
+        ensure_cache(data, 0, silent)

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class Attention(nn.Module):
@@ -44,16 +44,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        w_q, w_k, w_v = self.qkv.weight.split(width)
         q, k, v = (
-            (x @ w.T).view(batch, length, self.heads, width // self.heads).permute(0, 2, 1, 3)
-            for w in (w_q, w_k, w_v)
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in (x @ self.qkv.weight.T).split(width, dim=-1)
         )
         q, k = rotate(q, self.theta), rotate(k, self.theta)
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
-        heard = (weights @ v).permute(0, 2, 1, 3).reshape(batch, length, width)
+        heard = (weights @ v).transpose(1, 2).reshape(batch, length, width)
         return heard @ self.output.weight.T
 
 
@@ -66,9 +65,8 @@ class Mlp(nn.Module):
         self.down = nn.Linear(model.ffn_width, model.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        w_gate, w_up = self.gate_up.weight.split(len(self.gate_up.weight) // 2)
-        gate = x @ w_gate.T
-        return (gate * torch.sigmoid(gate) * (x @ w_up.T)) @ self.down.weight.T
+        gate, up = (x @ self.gate_up.weight.T).split(len(self.gate_up.weight) // 2, dim=-1)
+        return (functional.silu(gate) * up) @ self.down.weight.T
 
 
 class Block(nn.Module):
@@ -116,19 +114,22 @@ def reference_llama(model: ModelConfig, state: dict[str, Tensor], dtype: torch.d
 
 
 def rotate(x_BHTK: Tensor, theta: float) -> Tensor:
-    """RoPE: the pair (x_i, x_{i+K/2}) at position t, as a complex number, times exp(i t theta^(-2i/K))."""
-    length, head_dim = x_BHTK.shape[-2:]
-    z = torch.complex(x_BHTK[..., : head_dim // 2], x_BHTK[..., head_dim // 2 :])
-    z = z * turns(length, head_dim, theta).to(z.dtype)
-    return torch.cat([z.real, z.imag], dim=-1)
+    """RoPE: the vector at position t of each head, times that position's matrix."""
+    matrices_TKK = rotations(*x_BHTK.shape[-2:], theta).to(x_BHTK.dtype)
+    return torch.einsum("tkl,bhtl->bhtk", matrices_TKK, x_BHTK)
 
 
 @functools.cache
-def turns(length: int, head_dim: int, theta: float) -> Tensor:
-    """The complex factors [T, K/2] of RoPE."""
-    rates = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    angles = torch.tensor([[t * rate for rate in rates] for t in range(length)], dtype=torch.float64)
-    return torch.polar(torch.ones_like(angles), angles)
+def rotations(length: int, head_dim: int, theta: float) -> Tensor:
+    """R_t of Su et al. 2021, eq. 15, with the pair (i, i + K/2) where the paper has (2i, 2i + 1)."""
+    matrices_TKK = torch.zeros(length, head_dim, head_dim, dtype=torch.float64)
+    for t in range(length):
+        for i in range(head_dim // 2):
+            angle, j = t * theta ** (-2 * i / head_dim), i + head_dim // 2
+            matrices_TKK[t, i, i] = matrices_TKK[t, j, j] = math.cos(angle)
+            matrices_TKK[t, i, j] = -math.sin(angle)
+            matrices_TKK[t, j, i] = math.sin(angle)
+    return matrices_TKK
 
 
 def loop_rms_norm(x_TD: NDArray[np.float64], weight_D: NDArray[np.float64], eps: float) -> NDArray[np.float64]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tiny_llm.config.compose import compose
-from tiny_llm.config.parameters import count_parameters
+from tiny_llm.config.parameters import count_parameters, parameter_specs
 from tiny_llm.config.plan import Plan, make_plan
-from tiny_llm.config.schema import Config
+from tiny_llm.config.schema import Config, ModelConfig
+from tiny_llm.decentralized.packed_llama import PackedLlama
 
 ROWS = 2  # sequences of a worker in an update
 
@@ -66,3 +69,39 @@ def batches(plan: Plan, count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     ignored = torch.rand(shape, generator=generator) < torch.rand(shape[:2], generator=generator)[..., None] / 2
     ignored[..., 0] = False  # no row without a target
     return list(zip(tokens, targets.masked_fill(ignored, -100), strict=True))
+
+
+def random_state(model: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Weights far from their initial ones, in fp64: attention looks somewhere, norms scale each width apart."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        spec.name: torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.4
+        + (0.0 if spec.decays else 1.0)
+        for spec in parameter_specs(model)
+    }
+
+
+def random_packed(model: ModelConfig, num_models: int, dtype: torch.dtype) -> PackedLlama:
+    """N models with weights of their own: worker i has random_state(model, i)."""
+    packed = PackedLlama(model, num_models, seed=0, dtype=dtype)
+    for i in range(num_models):
+        row = packed.layout.views(packed.parameter_storage[i])
+        for name, value in random_state(model, i).items():
+            row[name].copy_(value)
+    return packed
+
+
+def apart(value: Tensor, expected: Tensor) -> float:
+    """The distance of two tensors relative to the length of the expected one."""
+    expected = expected.detach().double()
+    distance, length = (value.detach().double() - expected).norm(), expected.norm()
+    return float(distance / length) if length else float(distance)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small matrices gain nothing from threads, and the machine may be busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from tiny_llm.config.schema import Config
 sys.path.append(str(Path(__file__).parents[1] / "decentralized"))
 from topology_reference import reference_matrix
 
-from .llama import ReferenceLlama, reference_llama
+from .llama import reference_llama
 
 
 class HandTrainedWorkers:
@@ -34,7 +34,8 @@ class HandTrainedWorkers:
         self.config, self.updates = config, updates
         workers = config.decentralized.num_models
         self.models = [reference_llama(config.model, initial, dtype) for _ in range(workers)]
-        self.optimizers = [adamw(model, config) for model in self.models]
+        self.parameters = [list(model.parameters()) for model in self.models]
+        self.optimizers = [adamw(parameters, config) for parameters in self.parameters]
         self.mixed = 0  # mixing steps so far
         self.clipped = 0  # gradients that were longer than the threshold
         self.weakest = 1.0  # the smallest gamma so far
@@ -43,12 +44,12 @@ class HandTrainedWorkers:
         """Update r, zero-based, on a global batch; return local losses and norms before clipping."""
         workers, losses, norms = len(self.models), [], []
         for i, model in enumerate(self.models):
-            model.zero_grad()
+            self.optimizers[i].zero_grad()
             rows = range(i, len(tokens), workers)
             loss = model.loss(tokens[list(rows)], targets[list(rows)])
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
-            norms.append(self._clip(model))
+            norms.append(self._clip(self.parameters[i]))
         lr, scheme = learning_rate(self.config, r, self.updates), self.config.decentralized.scheme
         if scheme == "awc":
             self._mix(r)
@@ -60,10 +61,10 @@ class HandTrainedWorkers:
             self._mix(r)
         return losses, norms
 
-    def _clip(self, model: ReferenceLlama) -> float:
+    def _clip(self, parameters: list[Tensor]) -> float:
         threshold = self.config.optimizer.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(
-            list(model.parameters()), math.inf if threshold is None else threshold, foreach=False
+            parameters, math.inf if threshold is None else threshold, foreach=False
         ).item()
         self.clipped += threshold is not None and norm > threshold
         return norm
@@ -76,20 +77,19 @@ class HandTrainedWorkers:
         topology, strength = self.config.topology, gamma(self.config, r, self.updates)
         w = reference_matrix(topology.name, workers, self.mixed, topology.k, topology.seed)
         w = strength * w + (1 - strength) * np.eye(workers)
-        parameters = [list(model.parameters()) for model in self.models]
-        vectors = [torch.nn.utils.parameters_to_vector(own).double().numpy() for own in parameters]
-        for own, mixture in zip(parameters, w @ np.stack(vectors), strict=True):
+        vectors = [torch.nn.utils.parameters_to_vector(own).double().numpy() for own in self.parameters]
+        for own, mixture in zip(self.parameters, w @ np.stack(vectors), strict=True):
             torch.nn.utils.vector_to_parameters(torch.from_numpy(mixture).to(own[0].dtype), own)
         self.mixed += 1
         self.weakest = min(self.weakest, strength)
 
 
-def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
+def adamw(parameters: list[Tensor], config: Config) -> torch.optim.AdamW:
     """Plain AdamW in which matrices decay and norms do not."""
     optimizer = config.optimizer
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() == 2], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups, optimizer.lr, (optimizer.beta1, optimizer.beta2), optimizer.eps, foreach=False, fused=False

@@ -7,7 +7,6 @@ runtime.seed and what cannot change a number (config/saved.py's NOT_THE_RECIPE).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tiny_llm.analysis.keys import Settings, followers, identity, swept_keys, varying_keys
 from tiny_llm.analysis.runs import LOSS, METRICS, SPEED, RunRecord
-
-MISSING = "-"
-"""What is shown where a configuration has no such key: decay_fraction of a cosine schedule."""
-
-CHOICES = ("scheme", "name", "enabled")
-"""Last parts of keys that choose among sections: they come first in a label."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Group:
     """A configuration with its complete runs in the order of their seeds; `number` is its rank, from 1."""
 
     number: int
-    settings: Mapping[str, Any]
+    settings: Settings
     runs: tuple[RunRecord, ...]
     statistics: Mapping[str, Statistic]
 
@@ -50,13 +44,30 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """groups: by mean final loss, the lowest first. left_out: runs that are in no mean. keys: what varies."""
+    """What the directories say together.
+
+    groups: by mean final loss, the lowest first. left_out: runs that are in no mean. keys: what varies over all
+    runs. shared: the settings that do not vary. notes: what a reader of the means should know.
+    """
 
     groups: tuple[Group, ...]
     left_out: tuple[RunRecord, ...]
     keys: tuple[str, ...]
-    shared: Mapping[str, Any]
+    shared: Settings
     notes: tuple[str, ...]
+
+    @property
+    def configurations(self) -> list[Settings]:
+        return [group.settings for group in self.groups]
+
+    def swept_keys(self) -> list[str]:
+        """Return the keys that vary among the groups, without those that follow from another."""
+        varying = [key for key in self.keys if len({identity(one, (key,)) for one in self.configurations}) > 1]
+        return swept_keys(self.configurations, varying)
+
+    def followers(self, key: str) -> list[str]:
+        """Return the keys that vary, but whose value follows from that of `key` in every group."""
+        return followers(self.configurations, self.keys, key)
 
 
 def make_report(runs: Sequence[RunRecord]) -> Report:
@@ -69,15 +80,10 @@ def make_report(runs: Sequence[RunRecord]) -> Report:
         else:
             left_out.append(run)
     groups = _rank(together.values())
-    settings = [run.settings for run in runs if run.settings]
-    keys = varying_keys(settings)
-    shared = {key: value for key, value in settings[0].items() if key not in keys} if settings else {}
+    configurations = [run.settings for run in runs if run.settings]
+    keys = varying_keys(configurations)
+    shared = {key: value for one in configurations for key, value in one.items() if key not in keys}
     return Report(groups, tuple(left_out), keys, shared, tuple(_notes(groups)))
-
-
-def identity(settings: Mapping[str, Any]) -> str:
-    """Return a text that two mappings of settings share exactly if they are equal."""
-    return json.dumps({key: value_of(settings, key) for key in sorted(settings)})
 
 
 def statistic(values: Iterable[float], highest_is_best: bool = False) -> Statistic:
@@ -88,41 +94,24 @@ def statistic(values: Iterable[float], highest_is_best: bool = False) -> Statist
     return Statistic(float(np.mean(numbers)), sd, int(numbers.size), float(best))
 
 
-def varying_keys(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the keys whose value, or whose presence, differs; choices of sections first."""
-    everywhere = dict.fromkeys(key for one in settings for key in one)
-    varying = [key for key in everywhere if len({value_of(one, key) for one in settings}) > 1]
-    return tuple(sorted(varying, key=lambda key: key.rpartition(".")[2] not in CHOICES))
-
-
-def value_of(settings: Mapping[str, Any], key: str) -> str:
-    """Return a setting as one would write it on the command line; MISSING where there is none."""
-    if key not in settings:
-        return MISSING
-    value = settings[key]
-    if isinstance(value, float):
-        return repr(value).removesuffix(".0")
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-
-
 def _without_repeated_seeds(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Mark the later of two complete runs of one configuration and seed: it would count the seed twice."""
     first: dict[tuple[str, Any], RunRecord] = {}
-    kept = []
+    marked = []
     for run in runs:
         if run.status == "complete":
             counted = first.setdefault((identity(run.settings), run.seed), run)
             if counted is not run:
                 reason = f"seed {run.seed} of this configuration is counted from {counted.directory}"
                 run = replace(run, status="repeated", reason=reason)
-        kept.append(run)
-    return kept
+        marked.append(run)
+    return marked
 
 
-def _rank(together: Iterable[list[RunRecord]]) -> tuple[Group, ...]:
+def _rank(together: Iterable[Sequence[RunRecord]]) -> tuple[Group, ...]:
     groups = []
     for runs in together:
-        in_order = tuple(sorted(runs, key=lambda run: (str(type(run.seed)), run.seed)))
+        in_order = tuple(sorted(runs, key=lambda run: (run.seed is None, run.seed)))
         statistics = {
             name: statistic(values, highest_is_best=name == SPEED)
             for name in METRICS
@@ -142,7 +131,6 @@ def _place(group: Group) -> tuple[float, float, float, float, str]:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Return what a reader of the means should know."""
     notes = []
     for group in groups:
         caches = sorted({run.data[:12] for run in group.runs if run.data})

@@ -53,7 +53,7 @@ def parse_value(hint: Any, value: Any, path: str) -> Any:
         accepted, result = _convert(option, value)
         if accepted:
             return result
-    raise ConfigError(f"{path}={_show(value)}: expected {describe(hint)}{_near_literal(options, value)}")
+    raise ConfigError(f"{path}={show(value)}: expected {describe(hint)}{_near_literal(options, value)}")
 
 
 def keys_of(section: Any) -> list[str]:
@@ -148,7 +148,7 @@ def _member(sections: list[Any], value: Any, path: str) -> Any:
     }
     if not isinstance(name, str) or name not in names:
         raise ConfigError(
-            f"{path}.name={_show(name)}: expected {' | '.join(names)}{nearest(str(name), names)}"
+            f"{path}.name={show(name)}: expected {' | '.join(names)}{nearest(str(name), names)}"
         )
     return names[name]
 
@@ -160,7 +160,8 @@ def _near_literal(options: list[Any], value: Any) -> str:
     return nearest(str(value), choices)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Return a value as a user writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

@@ -8,6 +8,7 @@ training documents within a bounded buffer; validation documents keep the order 
 from __future__ import annotations
 
 import hashlib
+import platform
 import random
 import sysconfig
 import tokenize
@@ -81,7 +82,8 @@ class StandardLibrary:
             raise CorpusError(f"data=stdlib: no .py files in {root}; use data=text with data.paths=[...]")
 
     def sources(self) -> dict[str, Any]:
-        return listing((path.relative_to(self.root).as_posix(), path) for path in self.files)
+        named = ((path.relative_to(self.root).as_posix(), path) for path in self.files)
+        return listing(named) | {"python": platform.python_version()}
 
     def estimated_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.files)

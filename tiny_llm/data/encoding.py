@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -118,37 +118,32 @@ def _one_thread() -> Iterator[None]:
 
 
 class WorkerPool:
-    """Tokenizer processes, each served by a thread of this process that waits for it."""
+    """Tokenizer processes, each started by the thread of this process that feeds it and waits for it."""
 
     def __init__(self, directory: Path, eos_id: int, workers: int) -> None:
-        self._workers: list[Worker] = []
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
-        try:
-            for _ in range(workers):
-                self._workers.append(Worker(directory, eos_id))
-                self._idle.put(self._workers[-1])
-        except BaseException:
-            self.__exit__()
-            raise
+        self._directory = directory
+        self._eos_id = eos_id
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")  # starts them as needed
+        self._own = threading.local()
+        self.workers: list[Worker] = []
 
     def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
 
     def submit(self, batch: Batch) -> Future[Encoded]:
-        return self._threads.submit(self._encode, batch)
+        return self._threads.submit(self._encode, batch.texts)
 
-    def _encode(self, batch: Batch) -> Encoded:
-        worker = self._idle.get()
-        try:
-            return worker.encode(batch.texts)
-        finally:
-            self._idle.put(worker)
+    def _encode(self, texts: list[str]) -> Encoded:
+        if not hasattr(self._own, "worker"):
+            self._own.worker = Worker(self._directory, self._eos_id)
+            self.workers.append(self._own.worker)
+        worker: Worker = self._own.worker
+        return worker.encode(texts)
 
 
 class Worker:
@@ -157,7 +152,7 @@ class Worker:
     def __init__(self, directory: Path, eos_id: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-P",
@@ -179,7 +174,7 @@ class Worker:
             self._connection.send(texts)
             reply = self._connection.recv()
         except (EOFError, OSError):
-            status = self._process.wait()
+            status = self.process.wait()
             reason = " (out of memory?)" if status == -signal.SIGKILL else ""
             raise EncodingError(
                 f"a tokenizer process ended with status {status}{reason}; "
@@ -192,7 +187,7 @@ class Worker:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.wait()
+        self.process.wait()
 
 
 def _worker_environment() -> dict[str, str]:

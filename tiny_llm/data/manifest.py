@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Any, Literal
 
-from tiny_llm.config.schema import DataConfig, HubCorpus, StdlibCorpus
+from tiny_llm.config.schema import DataConfig, HubCorpus
 
 Split = Literal["train", "validation"]
 
@@ -41,8 +40,6 @@ class ManifestError(ValueError):
 def byte_settings(data: DataConfig) -> dict[str, Any]:
     """Return the settings that decide the bytes of a cache, as JSON gives them back."""
     settings = {key: value for key, value in dataclasses.asdict(data).items() if key not in FREE_SETTINGS}
-    if isinstance(data, StdlibCorpus):
-        settings["python"] = platform.python_version()  # another interpreter has another standard library
     if isinstance(data, HubCorpus) and data.validation_split is not None:
         del settings["held_out_share"]
     plain: dict[str, Any] = json.loads(json.dumps(settings))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,17 @@ def _publish(path: Path, write: Any) -> None:
         ) from None
 
 
-def load_state(path: Path, memory_map: bool = False) -> State:
-    """Return a training state. Raises CheckpointError naming a missing, damaged or foreign file."""
+def load_state(path: Path, verify: bool = True) -> State:
+    """Return a training state. Raises CheckpointError naming a missing, damaged or foreign file.
+
+    verify=False maps the file instead of reading it, to look at its counters without checking its content.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name a run directory or one of its .pt files")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=memory_map)
+        if verify:
+            _check_content(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not verify)
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
     if not isinstance(state, dict) or "format" not in state:
@@ -72,18 +78,30 @@ def load_state(path: Path, memory_map: bool = False) -> State:
     return state
 
 
+def _check_content(path: Path) -> None:
+    """Compare every record of the archive with its CRC-32, which torch.load itself does not."""
+    with zipfile.ZipFile(path) as archive:
+        if (record := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {record} is wrong")
+
+
 def newest_state(directory: Path) -> Path:
     """Return the whole state in a run directory that has seen the most updates. Raises CheckpointError."""
     found, damaged = [], []
     for path in sorted(path for pattern in STATE_FILES for path in directory.glob(pattern)):
         try:
-            found.append((load_state(path, memory_map=True)["update"], path.name == "final.pt", path))
+            found.append((load_state(path, verify=False)["update"], path.name == "final.pt", path))
         except CheckpointError as error:
             damaged.append(str(error))
-    if not found:
-        raise CheckpointError(
-            f"{directory} holds no training state to resume from"
-            + (f" ({'; '.join(damaged)})" if damaged else "")
-            + "; start it again in another output_dir"
-        )
-    return max(found)[-1]
+    for *_, path in sorted(found, reverse=True):
+        try:
+            load_state(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+        else:
+            return path
+    raise CheckpointError(
+        f"{directory} holds no training state to resume from"
+        + (f" ({'; '.join(damaged)})" if damaged else "")
+        + "; start it again in another output_dir"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiny_llm.config.compose import Composed
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.parse import parse_config
+from tiny_llm.config.parse import parse_config, show
 from tiny_llm.config.saved import FREE_ON_RESUME, flatten, plain, read_yaml
 from tiny_llm.config.schema import Config
 from tiny_llm.config.validation import validate
@@ -67,7 +67,7 @@ def _apply(values: dict[str, Any], key: str, value: Any) -> None:
         _set(values, key, value)
     elif saved != value and not (key in SETTLED and value in ("auto", None)):
         raise ConfigError(
-            f"{key}={value} differs from {saved} of the run that resume= names; leave it out, or start a new run. "
+            f"{key}={show(value)} differs from {show(saved)} of the run that resume= names; leave it out, or start a new run. "
             f"May differ: {', '.join(FREE_ON_RESUME)}"
         )
 

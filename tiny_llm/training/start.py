@@ -73,7 +73,7 @@ def _open_state(resume: Resume, plan: Plan, directory: RunDirectory, cache: Toke
                 f"restore the {'resolved.yaml' if what == 'recipe' else 'token cache'} that it was made with"
             )
     same_place = directory.path.resolve() == resume.directory.resolve()
-    if same_place and load_state(newest, memory_map=True)["update"] > state["update"]:
+    if same_place and load_state(newest, verify=False)["update"] > state["update"]:
         raise CheckpointError(
             f"{newest} is newer than {path.name}; resume={resume.directory} continues from it, "
             "output_dir=... goes back to this state in another directory"

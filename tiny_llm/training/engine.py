@@ -61,13 +61,17 @@ class Engine:
         losses = self._accumulate_gradients(next_micro_batch)
         norms = self.model.gradient_norms()
         result = self._checked(number, losses, norms)
-        scheme, lr = self.plan.config.decentralized.scheme, self.plan.lr(number)
+        self.apply(number, norms)
+        return result
+
+    def apply(self, number: int, norms: Tensor) -> None:
+        """Clip by the workers' gradient norms [N], mix and update, in the scheme's order."""
+        scheme = self.plan.config.decentralized.scheme
         if scheme == "awc":
             self._mix(number)
-        self.optimizer.step(lr, norms)
+        self.optimizer.step(self.plan.lr(number), norms)
         if scheme == "atc":
             self._mix(number)
-        return result
 
     def _accumulate_gradients(self, next_micro_batch: Callable[[], MicroBatch]) -> Tensor:
         """Put each worker's mean gradient into the arena and return its mean loss, [N].

@@ -49,14 +49,26 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-@functools.lru_cache(maxsize=8)
 def rotary_table(
     length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return cosines and sines [2, T, K/2] of position * theta^(-2i/K) (Su et al. 2021, eq. 15)."""
+    """Return cosines and sines [2, T, K/2] of position * theta^(-2i/K) (Su et al. 2021, eq. 15).
+
+    Compiled code makes its own table: a cached tensor would be an input that its graph cannot fold.
+    """
+    make = _make_rotary_table if torch.compiler.is_compiling() else _cached_rotary_table
+    return make(length, head_dim, theta, device, dtype)
+
+
+def _make_rotary_table(
+    length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float64), theta**-exponent)
     return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+_cached_rotary_table = functools.lru_cache(maxsize=8)(_make_rotary_table)
 
 
 def rotate(x_BTHK: Tensor, table: Tensor) -> Tensor:

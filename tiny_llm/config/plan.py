@@ -12,7 +12,7 @@ from typing import Any
 
 from tiny_llm.config import memory
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.parameters import count_embedding_parameters, count_parameters
+from tiny_llm.config.parameters import count_parameters, parameter_counts
 from tiny_llm.config.rates import exact, first_adaptive_update, lr_factor, mixing_gamma, round_half_up
 from tiny_llm.config.schema import Config
 
@@ -87,12 +87,22 @@ class Plan:
     def memory_bytes(self) -> int:
         return memory.training_bytes(self.config, self.micro_batch_size)
 
+    def parameter_summary(self) -> dict[str, int]:
+        """Return the parameters of one model, in all and by place (Kaplan et al. 2020: positions embed, too)."""
+        counts = parameter_counts(self.config.model)
+        return {
+            "parameters": self.parameters,
+            "non_embedding_parameters": self.parameters - counts.embedding,
+            "embedding_parameters": counts.embedding,
+            "head_parameters": counts.head,
+            "core_parameters": counts.core,
+        }
+
     def summary(self) -> dict[str, Any]:
         """Return the Plan as plain data."""
         rate_points = {f"{q}%": self.lr(round((self.updates - 1) * q / 100)) for q in (0, 25, 50, 75, 100)}
         return {
-            "parameters": self.parameters,
-            "non_embedding_parameters": self.parameters - count_embedding_parameters(self.config.model),
+            **self.parameter_summary(),
             "num_models": self.num_models,
             "batch_tokens": self.config.training.batch_tokens,
             "micro_batch_size": self.micro_batch_size,

@@ -53,6 +53,8 @@ Beta = Annotated[float, Bound(at_least=0, under=1)]
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """One decoder; a family is a choice of these values. The defaults make a Llama, as in older saved configs."""
+
     vocab_size: PositiveInt
     layers: PositiveInt
     width: PositiveInt
@@ -62,10 +64,27 @@ class ModelConfig:
     rope_theta: Positive
     norm_eps: Positive
     init_std: Positive
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    positions: Literal["rope", "learned"] = "rope"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = True
+    dropout: Beta = 0.0
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
+    def head_width(self) -> int:
+        """Elements of one head: head_dim, or an equal share of the width."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads: kv_heads, or one for each query head."""
+        return self.kv_heads or self.heads
 
 
 @dataclass(frozen=True)
@@ -227,5 +246,6 @@ class Config:
     tracking: Literal["none", "tensorboard", "wandb"]
     sample_prompt: str | None
     output_dir: str
+    init_from: str | None = field(default=None)
     resume: str | None = field(default=None)
     dry_run: bool = field(default=False)

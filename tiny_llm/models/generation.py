@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import operations as op
-from tiny_llm.models.decoder import hidden_states
+from tiny_llm.models.decoder import head_weight, hidden_states
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def generate(
     temperature 0 takes the likeliest token; top_k keeps that many likeliest ones, None all. The model sees the
     last context_length tokens. Ids that no tokenizer has are the caller's to exclude by its vocabulary.
     """
-    weight = parameters["embedding.weight"]
+    weight = head_weight(parameters)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(max_new_tokens):

@@ -300,7 +300,7 @@ class Trainer:
             "final_validation_loss": evaluation.loss,
             "final_validation_targets": evaluation.targets,
             "best": self.best,
-            "parameters": self.plan.parameters,
+            **self.plan.parameter_summary(),
             "updates": self.update,
             "tokens": self.tokens,
             "seconds": self.seconds,

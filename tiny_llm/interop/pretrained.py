@@ -7,6 +7,7 @@ transformers' save_pretrained or OpenAI wrote it, or what `tiny_llm.export` wrot
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,8 +34,17 @@ BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
 class Pretrained:
     """A model and its weights: fp32, on the CPU, under our names."""
 
+    directory: Path
     model: ModelConfig
     weights: dict[str, Tensor]
+
+    def identity(self) -> str:
+        """Return the SHA-256 of the weights, whatever form they were stored in."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.weights.items()):
+            digest.update(name.encode())
+            digest.update(value.contiguous().numpy().data)
+        return digest.hexdigest()
 
 
 def open_pretrained(directory: Path | str, wanted: ModelConfig | None = None) -> Pretrained:
@@ -54,7 +64,7 @@ def open_pretrained(directory: Path | str, wanted: ModelConfig | None = None) ->
         tensors = _without_duplicates(_plain_names(tensors, family), pieces, directory)
     weights = to_ours(pieces, model, tensors, f"init_from={directory}")
     order = [spec.name for spec in parameter_specs(model)]
-    return Pretrained(model, {name: weights[name].to(torch.float32) for name in order})
+    return Pretrained(directory, model, {name: weights[name].to(torch.float32) for name in order})
 
 
 def read_values(directory: Path) -> dict[str, Any]:
@@ -89,7 +99,9 @@ def _plain_names(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Ten
     }
 
 
-def _without_duplicates(tensors: dict[str, Tensor], pieces: list[Piece], directory: Path) -> dict[str, Tensor]:
+def _without_duplicates(
+    tensors: dict[str, Tensor], pieces: list[Piece], directory: Path
+) -> dict[str, Tensor]:
     """Return tensors without a head that repeats the embedding it is tied to."""
     if any(piece.ours == "head.weight" for piece in pieces) or "lm_head.weight" not in tensors:
         return tensors
@@ -112,5 +124,5 @@ def check_vocabulary(directory: Path, tokenizer: Tokenizer, whose: str) -> None:
     if differing:
         raise ExchangeError(
             f"{path} is another tokenizer than that of {whose}: {len(differing):,} tokens have other ids, such as "
-            f"{differing[0]!r}; use data.tokenizer={path}, or remove that file if the ids are meant to mean something else"
+            f"{differing[0]!r}; use data.tokenizer={path}, or remove that file where the ids are meant to differ"
         )

@@ -29,7 +29,10 @@ class ExchangeError(UserError):
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Publish tensors as they are, each with its own bytes, on the CPU and in the format of PyTorch."""
-    own = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    own = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
     content = save(own, {"format": "pt"})
     files.write_whole(path, lambda file: file.write(content))
 

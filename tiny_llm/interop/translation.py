@@ -132,7 +132,9 @@ def to_theirs(pieces: list[Piece], weights: Mapping[str, Tensor]) -> dict[str, T
     }
 
 
-def to_ours(pieces: list[Piece], model: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def to_ours(
+    pieces: list[Piece], model: ModelConfig, tensors: Mapping[str, Tensor], where: str
+) -> dict[str, Tensor]:
     """Return our parameters from their tensors, in the tensors' dtype.
 
     A bias that the model does not have may be there if it is zero. Raises ExchangeError that lists every name

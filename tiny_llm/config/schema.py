@@ -89,8 +89,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    tokens_per_parameter: Positive
-    epoch_tokens_per_parameter: Positive
+    """The budget is `updates`, or tokens_per_parameter; an epoch's is epoch_updates, or that per parameter."""
+
+    tokens_per_parameter: Positive | None
+    epoch_tokens_per_parameter: Positive | None
     batch_tokens: PositiveInt
     micro_batch_size: PositiveInt | None
     log_every: PositiveInt
@@ -98,6 +100,8 @@ class TrainingConfig:
     checkpoint_epochs: PositiveInt | tuple[PositiveInt, ...]
     save_epoch_training_state: bool
     recovery_minutes: Positive | None
+    updates: PositiveInt | None = None
+    epoch_updates: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,7 @@ class EvaluationConfig:
     subset_blocks: PositiveInt
     batch_size: PositiveInt
     seed: Seed
+    prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

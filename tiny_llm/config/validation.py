@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from tiny_llm.config.budget import MEASURES
 from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.schema import Config, ModelConfig
 
@@ -14,6 +15,7 @@ def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
     chosen: the keys and groups that the user set for this run, to tell a default from a choice.
     """
     _validate_model(config, chosen)
+    _validate_budget(config)
     _validate_checkpoints(config)
     _validate_decentralized(config, chosen)
     device = config.runtime.device
@@ -63,6 +65,18 @@ def _validate_heads(model: ModelConfig) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _validate_budget(config: Config) -> None:
+    for updates, tokens in MEASURES:
+        count, share = getattr(config.training, updates), getattr(config.training, tokens)
+        if count is None and share is None:
+            raise ConfigError(f"training.{tokens}=null: set it, or training.{updates}")
+        if count is not None and share is not None:
+            raise ConfigError(
+                f"training.{updates}={count} and training.{tokens}={share:g} exclude each other; leave one out "
+                "or set it to null"
+            )
 
 
 def _validate_checkpoints(config: Config) -> None:

@@ -54,7 +54,7 @@ def open_pretrained(directory: Path | str, wanted: ModelConfig | None = None) ->
     positions are rotated: they have no weights.
     """
     directory = Path(directory)
-    family, theirs = _read_model(directory)
+    family, theirs = _read_config(directory)
     model = wanted or theirs
     if differing := differences(model, theirs):
         raise ExchangeError(f"init_from={directory} is another model: {', '.join(differing)}")
@@ -67,7 +67,7 @@ def open_pretrained(directory: Path | str, wanted: ModelConfig | None = None) ->
     return Pretrained(directory, model, {name: weights[name].to(torch.float32) for name in order})
 
 
-def read_values(directory: Path) -> dict[str, Any]:
+def _read_values(directory: Path) -> dict[str, Any]:
     """Return a directory's config.json."""
     path = directory / "config.json"
     if not path.is_file():
@@ -81,9 +81,14 @@ def read_values(directory: Path) -> dict[str, Any]:
     return values
 
 
-def _read_model(directory: Path) -> tuple[Family | None, ModelConfig]:
+def read_model(directory: Path) -> ModelConfig:
+    """Return the model of a directory's config.json."""
+    return _read_config(directory)[1]
+
+
+def _read_config(directory: Path) -> tuple[Family | None, ModelConfig]:
     """Return the family (none: a flax state) and the model of a directory."""
-    values, where = read_values(directory), str(directory / "config.json")
+    values, where = _read_values(directory), str(directory / "config.json")
     if values.get("model_type") == MODEL_TYPE:
         return None, read_flax_config(values, where)
     return read_config(values, where)

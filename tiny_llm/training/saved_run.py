@@ -8,11 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tiny_llm.config.compose import compose
+from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.config.saved import read_yaml
 from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache, cache_directory
+from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.decentralized.arena import Layout
+from tiny_llm.interop.pretrained import check_vocabulary, open_pretrained
 from tiny_llm.training.checkpoint import CheckpointError, load_state, newest_state
 from tiny_llm.training.device import open_device
 from tiny_llm.training.worker_files import load_whole, worker_directory
@@ -48,6 +52,29 @@ def open_run(run: str, checkpoint: str | None, device: str, worker: int | None =
     cache = TokenCache.open(cache_directory(config.data), config.data)
     config = replace(config, runtime=replace(config.runtime, device=device))
     return SavedRun(config, cache, path.name, weights, place, _update_of(path))
+
+
+def open_weights(init_from: str, run: str | None, cache: str | None, device: str) -> SavedRun:
+    """Open a directory of Hugging Face or exported weights beside data to evaluate them on. Raises UserError.
+
+    run: a run whose data, model and settings to take, but not its weights; or cache: a token cache, and then fp32
+    and the model of config.json.
+    """
+    if (run is None) == (cache is None):
+        raise ConfigError("init_from needs data to evaluate on: give run=DIR or cache=DIR, one of the two")
+    if run is not None:
+        config = read_yaml(Path(run) / "resolved.yaml")
+        opened = TokenCache.open(cache_directory(config.data), config.data)
+        pretrained = open_pretrained(init_from, config.model)
+    else:
+        opened = TokenCache.read_only(Path(str(cache)))
+        pretrained = open_pretrained(init_from)
+        config = compose([]).config()
+        config = replace(config, model=pretrained.model, runtime=replace(config.runtime, precision="fp32"))
+    check_vocabulary(pretrained.directory, load_tokenizer(opened.directory), str(opened.directory))
+    place = open_device(device)
+    weights = {name: value.to(place) for name, value in pretrained.weights.items()}
+    return SavedRun(config, opened, init_from, weights, place)
 
 
 def _worker_file(path: Path, config: Config, worker: int) -> Path:

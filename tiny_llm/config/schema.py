@@ -48,6 +48,7 @@ Seed = Annotated[int, Bound(at_least=0, at_most=2**32 - 1)]
 Positive = Annotated[float, Bound(over=0)]
 NonNegative = Annotated[float, Bound(at_least=0)]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
+Share = Annotated[float, Bound(over=0, at_most=1)]
 Beta = Annotated[float, Bound(at_least=0, under=1)]
 
 

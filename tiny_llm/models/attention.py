@@ -37,7 +37,9 @@ def attend(
     """
     q_MTHK, k_MSGK, v_MSGK = _heads(model, parameters, layer, qkv)
     if model.positions == "rope":
-        table = _angles(model, qkv, cached)
+        table = None if cached is None else cached.angles
+        if table is None:
+            table = op.rotary_table(qkv.shape[-2], model.head_width, model.rope_theta, qkv.device, qkv.dtype)
         q_MTHK, k_MSGK = op.rotate(q_MTHK, table), op.rotate(k_MSGK, table)
     allowed = None
     if cached is not None:
@@ -66,13 +68,6 @@ def _heads(
         for part, count in zip(parts, counts, strict=True)
     )
     return q, k, v
-
-
-def _angles(model: ModelConfig, qkv: Tensor, cached: CachedPositions | None) -> Tensor:
-    """Return the rotary table of these positions: [2, T, K/2], or [2, M, T, K/2] where sequences differ."""
-    length = qkv.shape[-2] if cached is None else model.context_length
-    table = op.rotary_table(length, model.head_width, model.rope_theta, qkv.device, qkv.dtype)
-    return table if cached is None else table[:, cached.positions_BT]
 
 
 def fused_attention(

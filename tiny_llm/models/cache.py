@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tiny_llm.config.schema import ModelConfig
+from tiny_llm.models import operations as op
 
 
 class KeyValueCache:
@@ -20,6 +21,11 @@ class KeyValueCache:
         shape = (model.layers, rows, model.context_length, model.groups, model.head_width)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        self.angles: Tensor | None = None  # of every position
+        if model.positions == "rope":
+            self.angles = op.rotary_table(
+                model.context_length, model.head_width, model.rope_theta, device, dtype
+            )
 
     def keep(self, rows: list[int]) -> None:
         """Forget every sequence but `rows`, which move up."""
@@ -40,6 +46,7 @@ class KeyValueCache:
             columns=slice(starts[0], end) if in_step else None,
             end=end,
             allowed_BTS=None if in_step and length == 1 else allowed_BTS,
+            angles=None if self.angles is None else self.angles[:, positions_BT],
         )
 
 
@@ -48,7 +55,7 @@ class CachedPositions:
     """Positions about to be computed, and which of the first `end` positions each of them may see (None: all).
 
     rows_B: the sequences of the cache that these are. columns: their positions, where all sequences are at the
-    same. Positions that a shorter sequence does not have yet hold anything; no position looks past itself, and
+    same. angles: their rotary table [2, B, T, K/2], None without rotation. Positions that a shorter sequence does not have yet hold anything; no position looks past itself, and
     each is written before it is looked at.
     """
 
@@ -58,6 +65,7 @@ class CachedPositions:
     columns: slice | None
     end: int
     allowed_BTS: Tensor | None
+    angles: Tensor | None
 
     def extend(self, layer: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new positions' keys and values; return all up to `end`, [B, S, G, K]."""

@@ -59,7 +59,8 @@ def run(plan: Plan, resume: Resume | None = None) -> None:
             directory.refuse_existing_run()
         else:
             state = _open_state(resume, plan, directory, cache)
-            directory.copy_history(RunDirectory(resume.directory), state["metrics_bytes"])
+            kept = {"metrics.jsonl": state["metrics_bytes"], "samples.jsonl": state.get("samples_bytes", 0)}
+            directory.copy_history(RunDirectory(resume.directory), kept)
         if (directory / "result.json").exists() and directory.status == "complete":
             print(f"{directory.path} is complete; nothing is left to do")
             return

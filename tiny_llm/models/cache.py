@@ -55,8 +55,8 @@ class CachedPositions:
     """Positions about to be computed, and which of the first `end` positions each of them may see (None: all).
 
     rows_B: the sequences of the cache that these are. columns: their positions, where all sequences are at the
-    same. angles: their rotary table [2, B, T, K/2], None without rotation. Positions that a shorter sequence does not have yet hold anything; no position looks past itself, and
-    each is written before it is looked at.
+    same. angles: their rotary table [2, B, T, K/2], None without rotation. Positions that a shorter sequence does
+    not have yet hold anything; no position looks past itself, and each is written before it is looked at.
     """
 
     cache: KeyValueCache

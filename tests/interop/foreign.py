@@ -55,7 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LLAMA, "head_dim": 6, "attention_bias": True, "tie_word_embeddings": True},
     ),
     "gpt2": ("GPT2", GPT2),
-    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 24, "layer_norm_epsilon": 0.01}),
+    "gpt2-untied": (
+        "GPT2",
+        {**GPT2, "tie_word_embeddings": False, "n_inner": 24, "layer_norm_epsilon": 0.01},
+    ),
 }
 CLASSES = {"Llama": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
@@ -63,7 +66,9 @@ CLASSES = {"Llama": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM", "GPT2": "GP
 def build(name: str) -> Any:
     """Return one of MODELS, its random weights a function of its name."""
     family, settings = MODELS[name]
-    model = getattr(transformers, CLASSES[family])(getattr(transformers, f"{family}Config")(**settings)).eval()
+    model = getattr(transformers, CLASSES[family])(
+        getattr(transformers, f"{family}Config")(**settings)
+    ).eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -126,7 +126,12 @@ def test_nested_and_other_entries_are_named(tmp_path: Path) -> None:
     with pytest.raises(ExchangeError) as error:
         save_flat(bad, path)
     message = str(error.value)
-    for words in ("'layers' is nested (in it: 0)", "'norm.scale' is a NoneType", "'act' is a ", "'note' is a str"):
+    for words in (
+        "'layers' is nested (in it: 0)",
+        "'norm.scale' is a NoneType",
+        "'act' is a ",
+        "'note' is a str",
+    ):
         assert words in message
     assert "'rngs.key' is a " in message
     assert "'layers.1' is a ndarray" in message

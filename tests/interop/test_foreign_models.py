@@ -50,7 +50,9 @@ def test_an_imported_model_gives_the_logits_of_transformers(name: str, tmp_path:
 
 @every_model
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_gradient_of_every_worker_is_that_of_transformers(name: str, workers: int, tmp_path: Path) -> None:
+def test_the_gradient_of_every_worker_is_that_of_transformers(
+    name: str, workers: int, tmp_path: Path
+) -> None:
     theirs = saved(name, tmp_path)
     inputs, targets = tokens()
     logits = theirs(inputs).logits
@@ -82,7 +84,9 @@ def test_what_is_imported_is_exported_to_the_last_bit(name: str, tmp_path: Path)
     family = family_of(pretrained.model)
     ours = tmp_path / "ours"
     ours.mkdir()
-    write_tensors(ours / "model.safetensors", to_theirs(hf_pieces(family, pretrained.model), pretrained.weights))
+    write_tensors(
+        ours / "model.safetensors", to_theirs(hf_pieces(family, pretrained.model), pretrained.weights)
+    )
     (ours / "config.json").write_text(json.dumps(hf_config(pretrained.model)))
     expected, found = read_tensors(tmp_path / "theirs"), read_tensors(ours)
     assert found.keys() == expected.keys()
@@ -96,7 +100,9 @@ def test_what_is_imported_is_exported_to_the_last_bit(name: str, tmp_path: Path)
 def openai_layout(directory: Path, prefix: str, masks: bool, head: bool) -> object:
     """Save GPT-2 as OpenAI's directory on the Hub has it: bare names, causal masks, few keys in config.json."""
     theirs = saved("gpt2", directory)
-    tensors = {f"{prefix}{key.removeprefix('transformer.')}": value for key, value in read_tensors(directory).items()}
+    tensors = {
+        f"{prefix}{key.removeprefix('transformer.')}": value for key, value in read_tensors(directory).items()
+    }
     if masks:
         for layer in range(2):
             tensors[f"{prefix}h.{layer}.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH).tril()
@@ -112,7 +118,9 @@ def openai_layout(directory: Path, prefix: str, masks: bool, head: bool) -> obje
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize(("masks", "head"), [(True, False), (False, True)])
-def test_openais_gpt2_is_read_as_it_was_published(prefix: str, masks: bool, head: bool, tmp_path: Path) -> None:
+def test_openais_gpt2_is_read_as_it_was_published(
+    prefix: str, masks: bool, head: bool, tmp_path: Path
+) -> None:
     assert apart(tmp_path, openai_layout(tmp_path, prefix, masks, head)) < 1e-4
 
 
@@ -170,7 +178,9 @@ def test_names_and_shapes_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 def test_a_bias_with_values_that_the_model_lacks_is_never_dropped(tmp_path: Path) -> None:
     saved("gpt2", tmp_path)
     model = replace(read_model(tmp_path), qkv_bias=False)
-    with pytest.raises(ExchangeError, match=r"h.1.attn.c_attn.bias has values but the model no layers.1.attention.qkv"):
+    with pytest.raises(
+        ExchangeError, match=r"h.1.attn.c_attn.bias has values but the model no layers.1.attention.qkv"
+    ):
         open_pretrained(tmp_path, model)
     tensors = read_tensors(tmp_path)
     for layer in range(2):

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_llm.interop.tensors import DTYPES, INDEX, WEIGHTS, ExchangeError, converted, read_tensors, write_tensors
+from tiny_llm.interop.tensors import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    ExchangeError,
+    converted,
+    read_tensors,
+    write_tensors,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +50,9 @@ def test_views_transposed_and_shared_tensors_get_bytes_of_their_own(tmp_path: Pa
 
 def test_a_weight_that_half_precision_cannot_hold_is_refused_by_name() -> None:
     weights = {"small": torch.ones(2), "layers.0.large": torch.tensor([1e5])}
-    with pytest.raises(ExchangeError, match=r"dtype=fp16: weights of up to 100000 .* layers.0.large; use dtype=bf16"):
+    with pytest.raises(
+        ExchangeError, match=r"dtype=fp16: weights of up to 100000 .* layers.0.large; use dtype=bf16"
+    ):
         converted(weights, "fp16")
     converted(weights, "bf16")
     with pytest.raises(ExchangeError, match=r"not finite: nan"):
@@ -82,6 +92,8 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
 
 def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     write_tensors(tmp_path / "one.safetensors", {"a": torch.ones(1)})
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}})
+    )
     with pytest.raises(ExchangeError, match="no shard holds: b"):
         read_tensors(tmp_path)

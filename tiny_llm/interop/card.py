@@ -16,9 +16,9 @@ Pairs = Sequence[tuple[str, Any]]
 MOST_CURVE_ROWS = 20
 
 
-def model_card(facts: RunFacts, kind: str, dtype: str, verification: Sequence[str]) -> str:
-    """Return README.md of an export."""
-    hf = kind != "flat flax state"
+def model_card(facts: RunFacts, to: str, exported: Sequence[str]) -> str:
+    """Return README.md of an export; `exported`: what was written, then what was verified."""
+    hf = to == "hf"
     lines = [
         "---",
         *(["library_name: transformers", "pipeline_tag: text-generation"] if hf else ["library_name: flax"]),
@@ -27,7 +27,7 @@ def model_card(facts: RunFacts, kind: str, dtype: str, verification: Sequence[st
         "",
         f"# {title(facts)}",
         "",
-        f"{kind} in {dtype}, exported from {origin(facts)}.",
+        f"{exported[0]}. Exported from {origin(facts)}.",
         "",
         *(_hf_usage() if hf else _flax_usage()),
         *section("Architecture", table(architecture(facts))),
@@ -35,7 +35,7 @@ def model_card(facts: RunFacts, kind: str, dtype: str, verification: Sequence[st
         *section("Data", table(data(facts))),
         *section("Results", results(facts)),
         *section(
-            "Verification", [f"- {line}" for line in verification] or ["Not verified (`verify=false`)."]
+            "Verification", [f"- {line}" for line in exported[1:]] or ["Not verified (`verify=false`)."]
         ),
     ]
     return "\n".join(lines)

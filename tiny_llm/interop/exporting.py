@@ -19,6 +19,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from tiny_llm import files
+from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.data.cache import TOKENIZER, TokenCache
 from tiny_llm.data.publication import locked, staged
 from tiny_llm.interop.card import model_card
@@ -26,7 +27,7 @@ from tiny_llm.interop.families import family_of, hf_config
 from tiny_llm.interop.flax_state import flax_config
 from tiny_llm.interop.run_facts import RunFacts, run_facts
 from tiny_llm.interop.tensors import DTYPES, WEIGHTS, ExchangeError, converted, read_tensors, write_tensors
-from tiny_llm.interop.translation import flax_pieces, hf_pieces, to_theirs
+from tiny_llm.interop.translation import Piece, flax_pieces, hf_pieces, split_name, to_theirs
 from tiny_llm.interop.verification import Verdict, VerificationError, require_transformers, verify
 from tiny_llm.training.saved_run import SavedRun, open_run
 
@@ -75,43 +76,56 @@ def write_export(request: Request, directory: Path) -> Exported:
     """Fill an empty directory with an export and verify it there."""
     saved = open_run(request.run, request.checkpoint, request.device, request.worker)
     facts = run_facts(Path(request.run), saved, request.worker)
-    model = saved.config.model
-    if request.to == "hf":
-        family = family_of(model)
-        pieces = hf_pieces(family, family.expressed(model))
-        config = {**hf_config(model), **_token_ids(saved.cache), "dtype": _dtype_name(request.dtype)}
-        files.write_json(
-            directory / "generation_config.json",
-            {**_token_ids(saved.cache), "pad_token_id": saved.cache.eos_id},
-        )
-    else:
-        pieces, config = flax_pieces(model), flax_config(model)
-    files.write_json(directory / "config.json", config)
-    write_tokenizer(directory, saved.cache, model.context_length)
-    tensors = to_theirs(pieces, converted(saved.weights, request.dtype))
+    form = _hf_form(saved, request.dtype) if request.to == "hf" else _flax_form(saved)
+    for name, values in form.pages.items():
+        files.write_json(directory / name, values)
+    write_tokenizer(directory, saved.cache, saved.config.model.context_length)
+    tensors = to_theirs(form.pieces, converted(saved.weights, request.dtype))
     write_tensors(directory / WEIGHTS, tensors)
-    lines = [f"{_kind(config)}, {facts.counts.total:,} parameters in {len(tensors)} tensors, {request.dtype}"]
-    if request.verify:
-        lines += (
-            _check_hf(directory, saved, request.dtype)
-            if request.to == "hf"
-            else _check_flax(directory, tensors)
-        )
-    files.write_text(directory / "README.md", model_card(facts, _kind(config), request.dtype, lines[1:]))
+    lines = [
+        f"{form.kind}, {facts.counts.total:,} parameters in {len(tensors)} tensors, {request.dtype}{form.note}"
+    ]
+    if request.verify and request.to == "hf":
+        lines += _check_hf(directory, saved, request.dtype)
+    elif request.verify:
+        lines += _check_flax(directory, tensors)
+    files.write_text(directory / "README.md", model_card(facts, request.to, lines))
     return Exported(facts, lines)
 
 
-def _kind(config: dict[str, Any]) -> str:
-    return str(config["architectures"][0]) if "architectures" in config else "flat flax state"
+@dataclass(frozen=True)
+class Form:
+    """How weights are written: as what, with which JSON files, by which names. `note`: what a reader must know."""
+
+    kind: str
+    pages: dict[str, dict[str, Any]]
+    pieces: list[Piece]
+    note: str = ""
 
 
-def _dtype_name(dtype: str) -> str:
-    return str(DTYPES[dtype]).removeprefix("torch.")
+def _hf_form(saved: SavedRun, dtype: str) -> Form:
+    model = saved.config.model
+    family, end = family_of(model), saved.cache.eos_id
+    ids = {
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }  # every document ends with it, so a text also begins after it
+    pages = {
+        "config.json": {**hf_config(model), **ids, "dtype": str(DTYPES[dtype]).removeprefix("torch.")},
+        "generation_config.json": {**ids, "pad_token_id": end},
+    }
+    expressed = family.expressed(model)
+    ours, theirs = (
+        {split_name(spec.name)[1:] for spec in parameter_specs(one)} for one in (model, expressed)
+    )
+    zeros = ", ".join(sorted(f"{module}.{leaf}" for module, leaf in theirs - ours))
+    note = f"; this class also has {zeros}, which this model lacks: they are zeros" if zeros else ""
+    return Form(family.architecture, pages, hf_pieces(family, expressed), note)
 
 
-def _token_ids(cache: TokenCache) -> dict[str, int]:
-    """Every document ends with the EOS, so a text also begins after one."""
-    return {"bos_token_id": cache.eos_id, "eos_token_id": cache.eos_id}
+def _flax_form(saved: SavedRun) -> Form:
+    model = saved.config.model
+    return Form("flat flax state", {"config.json": flax_config(model)}, flax_pieces(model))
 
 
 def _check_hf(directory: Path, saved: SavedRun, dtype: str) -> list[str]:

@@ -161,6 +161,7 @@ class StdlibCorpus(CorpusSettings):
 
     name: Literal["stdlib"]
     held_out_share: Annotated[float, Bound(over=0, under=1)]
+    validation_tokens: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class TextCorpus(CorpusSettings):
     text_field: str
     tokenizer: str
     held_out_share: Annotated[float, Bound(over=0, under=1)]
+    validation_tokens: PositiveInt | None = None
 
 
 @dataclass(frozen=True)

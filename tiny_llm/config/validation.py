@@ -6,7 +6,7 @@ import os
 
 from tiny_llm.config.budget import MEASURES
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.schema import Config, ModelConfig
+from tiny_llm.config.schema import Config, HubCorpus, ModelConfig
 
 
 def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
@@ -16,6 +16,7 @@ def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
     """
     _validate_model(config, chosen)
     _validate_budget(config)
+    _validate_held_out(config, chosen)
     _validate_checkpoints(config)
     _validate_decentralized(config, chosen)
     device = config.runtime.device
@@ -77,6 +78,15 @@ def _validate_budget(config: Config) -> None:
                 f"training.{updates}={count} and training.{tokens}={share:g} exclude each other; leave one out "
                 "or set it to null"
             )
+
+
+def _validate_held_out(config: Config, chosen: frozenset[str]) -> None:
+    data = config.data
+    if not isinstance(data, HubCorpus) and data.validation_tokens and "data.held_out_share" in chosen:
+        raise ConfigError(
+            f"data.held_out_share would be ignored with data.validation_tokens={data.validation_tokens}; "
+            "leave one out"
+        )
 
 
 def _validate_checkpoints(config: Config) -> None:

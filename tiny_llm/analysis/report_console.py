@@ -26,7 +26,7 @@ def show(report: Report, against: Mapping[int, Difference] | None, compared: Dif
     print(headline(report))
     if report.groups:
         # A width that no table has: a row is one line, which a narrow window wraps and a pipe keeps.
-        Console(width=10_000).print(_rich(group_table(report, against)))
+        Console(width=10_000).print(rich_table(group_table(report, against)))
         for note in footnotes(report, against):
             print(note)
     if compared is not None:
@@ -38,7 +38,7 @@ def show(report: Report, against: Mapping[int, Difference] | None, compared: Dif
     print()
 
 
-def _rich(table: TextTable) -> Table:
+def rich_table(table: TextTable) -> Table:
     """Return the table for rich; a key stands in two lines, section above, and no cell is read as markup."""
     rich = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for header, numeric in zip(table.headers, table.numeric, strict=True):

@@ -95,7 +95,7 @@ def write_markdown(
 ) -> None:
     lines = ["# Report", "", f"{headline(report)}. Made by", "", f"    {command}", ""]
     if report.groups:
-        lines += [*_markdown_table(group_table(report, against)), "", DEFINITIONS]
+        lines += [*markdown_table(group_table(report, against)), "", DEFINITIONS]
         lines += [f"- {note}" for note in footnotes(report, against)]
     if compared is not None:
         lines += ["", "## Comparison", "", ":\n".join(comparison_lines(report, compared)) + "."]
@@ -114,7 +114,7 @@ DEFINITIONS = """\
 - hours: spent in updates; consensus error: of the last train row, mean ||x_i - mean||² / ||mean||²"""
 
 
-def _markdown_table(table: TextTable) -> list[str]:
+def markdown_table(table: TextTable) -> list[str]:
     rule = ["--:" if numeric else ":--" for numeric in table.numeric]
     return [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"

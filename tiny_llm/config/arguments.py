@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from typing import TypeVar, get_args
+from typing import TypeVar, get_args, get_origin
 
 from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.parse import describe, keys_of, parse_section, unknown_key
@@ -35,6 +35,8 @@ def parse_arguments(door: str, arguments: type[Arguments], argv: list[str] | Non
 
 def _value(text: str, hint: object) -> object:
     """Return a word as null, a truth value or a number where it reads as one and the key could take it."""
+    if any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
+        return _list(text)
     constants: dict[str, object] = {"null": None, "true": True, "false": False}
     if text in constants:
         return constants[text]
@@ -48,6 +50,16 @@ def _value(text: str, hint: object) -> object:
         except ValueError:
             continue
     return text
+
+
+def _list(text: str) -> object:
+    """Return the texts of a list such as [a,b] or ['a, b',c]; anything else as it is."""
+    import yaml
+
+    try:
+        return yaml.load(text, yaml.BaseLoader) if text.startswith("[") else text
+    except yaml.YAMLError:
+        return text
 
 
 def _usage(door: str, arguments: type[object], hints: dict[str, object]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiny_llm.config.budget import drop_other_measure
 from tiny_llm.config.errors import ConfigError, UserError, nearest
 from tiny_llm.config.parse import all_keys, parse_config, unknown_key
 from tiny_llm.config.schema import Config
@@ -28,6 +29,7 @@ class Composed:
         self.values = values
         self.overrides = overrides
         self.chosen = frozenset(override_key(text) for text in overrides)
+        drop_other_measure(values, self.chosen)
 
     def config(self) -> Config:
         """Return the validated config. Raises ConfigError."""

@@ -33,13 +33,20 @@ def training_bytes(config: Config, micro_batch_size: int) -> int:
 def sequence_bytes(config: Config) -> int:
     """Return what one sequence keeps for the backward pass.
 
-    A layer keeps, a token: two residual inputs and two normed ones, q, k, v, rotated q and k, the attention's
-    and the MLP's result (11 widths) and gate, up and their product (3 ffn widths, one more for the backward).
+    A layer keeps, a token: two residual inputs, two normed ones and the MLP's result (5 widths); q, rotated q
+    and the attention's result, and k, rotated k and v (each pair once more where they are normed); gate, up and
+    their product or up and its GELU, one more for the backward. Dropout writes the attention weights out.
     """
     model = config.model
     element = {"fp64": 8, "fp32": 4}.get(config.runtime.precision, 4)
-    a_token = model.layers * (11 * model.width + 4 * model.ffn_width) + 4 * model.width
-    return model.context_length * a_token * element
+    queries, keys = model.heads * model.head_width, model.groups * model.head_width
+    attention = 3 * (queries + keys) + (queries + keys if model.qk_norm else 0)
+    mlp = (4 if model.mlp == "swiglu" else 3) * model.ffn_width
+    a_token = model.layers * (5 * model.width + attention + mlp) + 4 * model.width
+    kept = model.context_length * a_token * element
+    if model.dropout:  # the weights in fp32 and as they are multiplied, and what was dropped
+        kept += model.layers * model.heads * model.context_length**2 * (2 * element + 1)
+    return kept
 
 
 def executes_looped(config: Config) -> bool:

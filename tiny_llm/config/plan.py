@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiny_llm.config import memory
+from tiny_llm.config.budget import epoch_boundaries
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.parameters import count_embedding_parameters, count_parameters
-from tiny_llm.config.rates import exact, first_adaptive_update, lr_factor, mixing_gamma, round_half_up
+from tiny_llm.config.parameters import count_parameters, parameter_counts
+from tiny_llm.config.rates import first_adaptive_update, lr_factor, mixing_gamma
 from tiny_llm.config.schema import Config
 
 
@@ -87,12 +88,22 @@ class Plan:
     def memory_bytes(self) -> int:
         return memory.training_bytes(self.config, self.micro_batch_size)
 
+    def parameter_summary(self) -> dict[str, int]:
+        """Return the parameters of one model, in all and by place (Kaplan et al. 2020: positions embed, too)."""
+        counts = parameter_counts(self.config.model)
+        return {
+            "parameters": self.parameters,
+            "non_embedding_parameters": self.parameters - counts.embedding,
+            "embedding_parameters": counts.embedding,
+            "head_parameters": counts.head,
+            "core_parameters": counts.core,
+        }
+
     def summary(self) -> dict[str, Any]:
         """Return the Plan as plain data."""
         rate_points = {f"{q}%": self.lr(round((self.updates - 1) * q / 100)) for q in (0, 25, 50, 75, 100)}
         return {
-            "parameters": self.parameters,
-            "non_embedding_parameters": self.parameters - count_embedding_parameters(self.config.model),
+            **self.parameter_summary(),
             "num_models": self.num_models,
             "batch_tokens": self.config.training.batch_tokens,
             "micro_batch_size": self.micro_batch_size,
@@ -112,7 +123,7 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """Derive the Plan. Raises ConfigError where the numbers of a config do not fit together."""
     parameters = count_parameters(config.model)
-    plan = Plan(config, parameters, epoch_boundaries(config, parameters), _micro_batch_size(config))
+    plan = Plan(config, parameters, epoch_boundaries(config.training, parameters), _micro_batch_size(config))
     adaptive = config.adaptive_consensus
     if (
         adaptive.p
@@ -129,34 +140,6 @@ def make_plan(config: Config) -> Plan:
 def settled(config: Config, plan: Plan) -> Config:
     """Return the config with what the Plan derived written in, so that a resumed run derives it no more."""
     return replace(config, training=replace(config.training, micro_batch_size=plan.micro_batch_size))
-
-
-def epoch_boundaries(config: Config, parameters: int) -> tuple[int, ...]:
-    """Return the cumulative updates floor(k e P / B + 1/2) after each epoch k, in exact arithmetic."""
-    training = config.training
-    epochs = exact(training.tokens_per_parameter) / exact(training.epoch_tokens_per_parameter)
-    if epochs.denominator != 1:
-        raise ConfigError(
-            f"training.tokens_per_parameter={training.tokens_per_parameter:g} is not a whole number of epochs of "
-            f"training.epoch_tokens_per_parameter={training.epoch_tokens_per_parameter:g}; "
-            f"the nearest multiples are {_nearest_multiples(training)}"
-        )
-    updates_an_epoch = exact(training.epoch_tokens_per_parameter) * parameters / training.batch_tokens
-    boundaries = [round_half_up(k * updates_an_epoch) for k in range(1, int(epochs) + 1)]
-    for epoch, (before, after) in enumerate(zip([0, *boundaries], boundaries, strict=False), 1):
-        if before == after:
-            raise ConfigError(
-                f"training.epoch_tokens_per_parameter={training.epoch_tokens_per_parameter:g}: epoch {epoch} has "
-                f"no update, because an epoch is {float(updates_an_epoch):.3g} updates of training.batch_tokens="
-                f"{training.batch_tokens}; raise the first or lower the second"
-            )
-    return tuple(boundaries)
-
-
-def _nearest_multiples(training: Any) -> str:
-    epoch = exact(training.epoch_tokens_per_parameter)
-    whole = int(exact(training.tokens_per_parameter) / epoch)
-    return " and ".join(f"{float(count * epoch):g}" for count in (whole, whole + 1) if count)
 
 
 def _micro_batch_size(config: Config) -> int:

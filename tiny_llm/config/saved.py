@@ -22,6 +22,7 @@ FREE_ON_RESUME = (
     "data.prefetch",
     "tracking",
     "sample_prompt",
+    "evaluation.prompts",
     "training.log_every",
     "training.checkpoint_policy",
     "training.checkpoint_epochs",
@@ -59,9 +60,30 @@ def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def recipe_identity(config: Config) -> str:
-    """Return the SHA-256 of everything in a config that decides a run's numbers."""
-    recipe = {key: value for key, value in flatten(plain(config)).items() if key not in NOT_THE_RECIPE}
+    """Return the SHA-256 of everything in a config that decides a run's numbers.
+
+    A key that the schema gives a default is younger than some saved runs; it counts where it differs from that
+    default, so that their identities stay.
+    """
+    defaults = _defaults(config)
+    recipe = {
+        key: value
+        for key, value in flatten(plain(config)).items()
+        if key not in NOT_THE_RECIPE and (key not in defaults or value != defaults[key])
+    }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def _defaults(section: Any, path: str = "") -> dict[str, Any]:
+    """Return the defaults that the schema gives to keys of this config."""
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(section):
+        where = f"{path}.{entry.name}" if path else entry.name
+        if dataclasses.is_dataclass(value := getattr(section, entry.name)):
+            found |= _defaults(value, where)
+        elif entry.default is not dataclasses.MISSING:
+            found[where] = list(entry.default) if isinstance(entry.default, tuple) else entry.default
+    return found
 
 
 def to_yaml(config: Config) -> str:

@@ -48,11 +48,14 @@ Seed = Annotated[int, Bound(at_least=0, at_most=2**32 - 1)]
 Positive = Annotated[float, Bound(over=0)]
 NonNegative = Annotated[float, Bound(at_least=0)]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
+Share = Annotated[float, Bound(over=0, at_most=1)]
 Beta = Annotated[float, Bound(at_least=0, under=1)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """One decoder; a family is a choice of these values. The defaults make a Llama, as in older saved configs."""
+
     vocab_size: PositiveInt
     layers: PositiveInt
     width: PositiveInt
@@ -62,16 +65,35 @@ class ModelConfig:
     rope_theta: Positive
     norm_eps: Positive
     init_std: Positive
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    positions: Literal["rope", "learned"] = "rope"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = True
+    dropout: Beta = 0.0
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
+    def head_width(self) -> int:
+        """Elements of one head: head_dim, or an equal share of the width."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads: kv_heads, or one for each query head."""
+        return self.kv_heads or self.heads
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    tokens_per_parameter: Positive
-    epoch_tokens_per_parameter: Positive
+    """The budget is `updates`, or tokens_per_parameter; an epoch's is epoch_updates, or that per parameter."""
+
+    tokens_per_parameter: Positive | None
+    epoch_tokens_per_parameter: Positive | None
     batch_tokens: PositiveInt
     micro_batch_size: PositiveInt | None
     log_every: PositiveInt
@@ -79,6 +101,8 @@ class TrainingConfig:
     checkpoint_epochs: PositiveInt | tuple[PositiveInt, ...]
     save_epoch_training_state: bool
     recovery_minutes: Positive | None
+    updates: PositiveInt | None = None
+    epoch_updates: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +161,7 @@ class StdlibCorpus(CorpusSettings):
 
     name: Literal["stdlib"]
     held_out_share: Annotated[float, Bound(over=0, under=1)]
+    validation_tokens: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +174,7 @@ class TextCorpus(CorpusSettings):
     text_field: str
     tokenizer: str
     held_out_share: Annotated[float, Bound(over=0, under=1)]
+    validation_tokens: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +226,7 @@ class EvaluationConfig:
     subset_blocks: PositiveInt
     batch_size: PositiveInt
     seed: Seed
+    prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,5 +254,6 @@ class Config:
     tracking: Literal["none", "tensorboard", "wandb"]
     sample_prompt: str | None
     output_dir: str
+    init_from: str | None = field(default=None)
     resume: str | None = field(default=None)
     dry_run: bool = field(default=False)

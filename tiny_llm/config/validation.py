@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from tiny_llm.config.budget import MEASURES
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.schema import Config
+from tiny_llm.config.schema import Config, HubCorpus, ModelConfig
 
 
 def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
@@ -13,7 +14,9 @@ def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
 
     chosen: the keys and groups that the user set for this run, to tell a default from a choice.
     """
-    _validate_model(config)
+    _validate_model(config, chosen)
+    _validate_budget(config)
+    _validate_held_out(config, chosen)
     _validate_checkpoints(config)
     _validate_decentralized(config, chosen)
     device = config.runtime.device
@@ -25,18 +28,64 @@ def validate(config: Config, chosen: frozenset[str] = frozenset()) -> None:
         )
 
 
-def _validate_model(config: Config) -> None:
+def _validate_model(config: Config, chosen: frozenset[str]) -> None:
     model = config.model
-    if model.width % model.heads or model.head_dim % 2:
-        fitting = [h for h in range(1, model.width + 1) if model.width % h == 0 and model.width // h % 2 == 0]
+    _validate_heads(model)
+    if model.positions == "learned" and "model.rope_theta" in chosen:
         raise ConfigError(
-            f"model.heads={model.heads}: expected a divisor of model.width={model.width} that leaves an even head "
-            f"dimension; the nearest is {min(fitting, key=lambda h: abs(h - model.heads), default='none')}"
+            "model.rope_theta would be ignored with model.positions=learned; add model.positions=rope"
         )
     if model.vocab_size < config.data.vocab_size:
         raise ConfigError(
             f"model.vocab_size={model.vocab_size}: the corpus has token ids up to {config.data.vocab_size - 1}; "
             "leave the key out or raise it"
+        )
+
+
+def _validate_heads(model: ModelConfig) -> None:
+    pairs = 2 if model.positions == "rope" else 1  # a rotation turns pairs of elements
+    if model.head_dim is None and (model.width % model.heads or model.head_width % pairs):
+        fitting = [h for h in _divisors(model.width) if model.width // h % pairs == 0]
+        even = " that leaves an even head dimension" if pairs == 2 else ""
+        raise ConfigError(
+            f"model.heads={model.heads}: expected a divisor of model.width={model.width}{even}; "
+            f"the nearest is {min(fitting, key=lambda h: abs(h - model.heads), default='none')}; "
+            "or set model.head_dim"
+        )
+    if model.head_width % pairs:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim}: expected an even number, because model.positions=rope turns pairs; "
+            f"the nearest is {model.head_width + 1}"
+        )
+    if model.heads % model.groups:
+        raise ConfigError(
+            f"model.kv_heads={model.kv_heads}: expected a divisor of model.heads={model.heads}: "
+            f"{', '.join(map(str, _divisors(model.heads)))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _validate_budget(config: Config) -> None:
+    for updates, tokens in MEASURES:
+        count, share = getattr(config.training, updates), getattr(config.training, tokens)
+        if count is None and share is None:
+            raise ConfigError(f"training.{tokens}=null: set it, or training.{updates}")
+        if count is not None and share is not None:
+            raise ConfigError(
+                f"training.{updates}={count} and training.{tokens}={share:g} exclude each other; leave one out "
+                "or set it to null"
+            )
+
+
+def _validate_held_out(config: Config, chosen: frozenset[str]) -> None:
+    data = config.data
+    if not isinstance(data, HubCorpus) and data.validation_tokens and "data.held_out_share" in chosen:
+        raise ConfigError(
+            f"data.held_out_share would be ignored with data.validation_tokens={data.validation_tokens}; "
+            "leave one out"
         )
 
 

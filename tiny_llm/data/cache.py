@@ -73,6 +73,16 @@ class TokenCache:
                 )
         return cache
 
+    @classmethod
+    def read_only(cls, directory: Path) -> TokenCache:
+        """Open a cache whatever settings it was made with, to read its tokens. Raises CacheError."""
+        if not (directory / MANIFEST_NAME).is_file():
+            raise CacheError(f"{directory} is no token cache: it holds no {MANIFEST_NAME}")
+        try:
+            return cls(directory, read_manifest(directory / MANIFEST_NAME))
+        except ManifestError as error:
+            raise DamagedCacheError(str(error)) from None
+
     @property
     def identity(self) -> str:
         """SHA-256 of the content: tokenizer, vocabulary and every shard."""

@@ -42,8 +42,15 @@ def byte_settings(data: DataConfig) -> dict[str, Any]:
     settings = {key: value for key, value in dataclasses.asdict(data).items() if key not in FREE_SETTINGS}
     if isinstance(data, HubCorpus) and data.validation_split is not None:
         del settings["held_out_share"]
+    if not isinstance(data, HubCorpus):
+        del settings["held_out_share" if data.validation_tokens else "validation_tokens"]
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def held_out_tokens(data: DataConfig) -> int | None:
+    """Return how many of the corpus's last tokens are held out; None where documents are."""
+    return None if isinstance(data, HubCorpus) else data.validation_tokens
 
 
 def seal(manifest: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ import tokenizers
 from tiny_llm.config.errors import UserError
 from tiny_llm.config.schema import DataConfig, HubCorpus, StdlibCorpus, TextCorpus
 from tiny_llm.data import tokenizer as tok
-from tiny_llm.data.cache import TOKENIZER
+from tiny_llm.data.cache import TOKENIZER, TokenCache
 from tiny_llm.data.corpora import (
     Corpus,
     Document,
@@ -31,8 +31,9 @@ from tiny_llm.data.corpora import (
     training_sample,
 )
 from tiny_llm.data.encoding import batches, encode_in_order
-from tiny_llm.data.manifest import MANIFEST_NAME, Split, byte_settings, seal
+from tiny_llm.data.manifest import MANIFEST_NAME, Split, byte_settings, held_out_tokens, seal
 from tiny_llm.data.shards import SplitWriter
+from tiny_llm.data.tail import Tail, copy_tokenizer, find_tail, tail_of
 
 REPORT_SECONDS = 5.0
 
@@ -41,19 +42,35 @@ class PreparationError(UserError):
     """A corpus that cannot become a cache, or a disk that cannot take it."""
 
 
-def fill(staging: Path, data: DataConfig, source: DataConfig, limit: int | None, report: Report) -> None:
+def fill(
+    staging: Path,
+    data: DataConfig,
+    source: DataConfig,
+    limit: int | None,
+    report: Report,
+    grown: TokenCache | None = None,
+) -> None:
     """Write tokenizer, shards and manifest into an empty directory.
 
     `source` are the settings that documents and tokenizer come from, `data` those that the manifest records.
-    Stops at `limit` training tokens; None takes the whole corpus. Raises UserError, OSError.
+    Stops at `limit` training tokens; None takes the whole corpus. `grown` is the cache of this corpus before it
+    grew, whose held-out tail stays. Raises UserError, OSError.
     """
     corpus = open_corpus(source, report)
-    facts = _make_tokenizer(source, corpus, staging / TOKENIZER, report)
+    count = held_out_tokens(data)
+    tail: Tail | None
+    if count and grown is not None:
+        facts, tail = copy_tokenizer(grown, staging / TOKENIZER), tail_of(grown)
+    else:
+        facts = _make_tokenizer(source, corpus, staging / TOKENIZER, report)
+        tail = find_tail(corpus, staging / TOKENIZER, facts.eos_id, count) if count else None
     tok.check_vocabulary(facts, data.vocab_size)
-    documents = shuffle(
-        divide(corpus.documents(), data.held_out_share), data.shuffle_buffer, data.shuffle_seed
-    )
+    found = corpus.documents()
+    divided = divide(found, data.held_out_share) if tail is None else tail.divide(found)
+    documents = shuffle(divided, data.shuffle_buffer, data.shuffle_seed)
     with SplitWriter(staging, data.shard_tokens, data.vocab_size, limit) as writer:
+        if tail is not None:
+            writer.validation.write(tail.tokens, len(tail.marks))
         _write_tokens(documents, writer, staging / TOKENIZER, facts.eos_id, data, report)
         splits = writer.finish()
     _refuse_empty(splits, data, corpus)
@@ -74,6 +91,8 @@ def fill(staging: Path, data: DataConfig, source: DataConfig, limit: int | None,
         "duplicates_dropped": writer.duplicates,
         "exhausted": not writer.full,
     }
+    if tail is not None:
+        manifest["held_out"] = tail.as_json()
     (staging / MANIFEST_NAME).write_bytes(seal(manifest))
 
 
@@ -81,7 +100,8 @@ def _make_tokenizer(data: DataConfig, corpus: Corpus, directory: Path, report: R
     """Train or fetch the tokenizer of a corpus and save it in `directory`."""
     if isinstance(data, StdlibCorpus) or data.tokenizer == "bpe":
         report(f"prepare: training a byte-level BPE of {data.vocab_size:,} entries")
-        texts = training_sample(corpus, data.held_out_share, tok.SAMPLE_BYTES)
+        share = 0.0 if held_out_tokens(data) else data.held_out_share
+        texts = training_sample(corpus, share, tok.SAMPLE_BYTES)
         facts = tok.train_bpe(texts, data.vocab_size, directory)
         if facts.entries < data.vocab_size:
             report(f"prepare: the corpus is too small for more than {facts.entries:,} entries")

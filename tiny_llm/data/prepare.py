@@ -56,7 +56,7 @@ def prepare(data: DataConfig, tokens_needed: int, report: Report) -> TokenCache:
             return _build(directory, data, tokens_needed, report, _at_its_commits(data, cache))
         if _has_changed(cache, data, report):
             report("prepare: the files of the corpus have changed; preparing the cache anew")
-            return _build(directory, data, tokens_needed, report)
+            return _build(directory, data, tokens_needed, report, grown=cache)
     return verify(data, report)
 
 
@@ -107,14 +107,19 @@ def _at_its_commits(data: DataConfig, cache: TokenCache) -> DataConfig:
 
 
 def _build(
-    directory: Path, data: DataConfig, tokens_needed: int, report: Report, source: DataConfig | None = None
+    directory: Path,
+    data: DataConfig,
+    tokens_needed: int,
+    report: Report,
+    source: DataConfig | None = None,
+    grown: TokenCache | None = None,
 ) -> TokenCache:
     """Prepare a cache and publish it; the caller holds the lock. `source` says where from, if not `data`."""
     if directory.exists() and not (directory / MANIFEST_NAME).is_file() and any(directory.iterdir()):
         raise CacheError(f"data.cache_dir={directory} holds other files; choose another data.cache_dir")
     report(f"prepare: preparing data={data.name} in {directory}")
     with staged(directory) as staging:
-        fill(staging, data, source or data, capacity(data, tokens_needed), report)
+        fill(staging, data, source or data, capacity(data, tokens_needed), report, grown)
     cache = TokenCache.open(directory, data)
     report(f"prepare: wrote {directory}")
     report(_summary(cache))

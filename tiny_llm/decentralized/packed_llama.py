@@ -19,7 +19,7 @@ from tiny_llm.decentralized.arena import Layout
 from tiny_llm.decentralized.mixing import mix_
 from tiny_llm.decentralized.topology import Topology
 from tiny_llm.models import operations as op
-from tiny_llm.models.decoder import hidden_states, loss_sums, register
+from tiny_llm.models.decoder import head_weight, hidden_states, loss_sums, register
 from tiny_llm.models.initialization import initial_parameters
 
 
@@ -83,6 +83,12 @@ class PackedLlama(nn.Module):
             )
         return super().load_state_dict(state_dict, strict)
 
+    @torch.no_grad()
+    def set_all(self, weights: Mapping[str, Tensor]) -> None:
+        """Give every worker the weights of one model, by name."""
+        for name, view in self.layout.views(self.parameter_storage).items():
+            view.copy_(weights[name])
+
     def packed(self) -> dict[str, Tensor]:
         """Return the parameters by name with the worker axis first: [N, *shape], gradients in the arena."""
         return self._packed
@@ -93,7 +99,7 @@ class PackedLlama(nn.Module):
 
     def forward(self, tokens_NBT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return every worker's logits [N, B, T, V] for its own tokens [N, B, T]."""
-        weight = self._packed["embedding.weight"]
+        weight = head_weight(self._packed)
         return op.linear(hidden_states(self.model, self._packed, tokens_NBT, dtype or weight.dtype), weight)
 
     @torch.no_grad()
@@ -122,15 +128,19 @@ class PackedLlama(nn.Module):
 
 
 def local_mean_losses(
-    model: PackedLlama, tokens_NBT: Tensor, targets_NBT: Tensor, dtype: torch.dtype | None = None
+    model: PackedLlama,
+    tokens_NBT: Tensor,
+    targets_NBT: Tensor,
+    dtype: torch.dtype | None = None,
+    dropout_keys: Tensor | None = None,
 ) -> Tensor:
     """Return each worker's mean cross-entropy over its own valid targets, [N], in nats.
 
     tokens, targets: int64 [N, B, T]; a target of -100 does not count. Differentiate the sum, so that no
-    worker's gradient is scaled by N.
+    worker's gradient is scaled by N. dropout_keys: int32 [N, places, 2] (`models/dropout.py`); None drops nothing.
     """
     dtype = dtype or model.parameter_storage.dtype
-    sums = loss_sums(model.model, model.packed(), tokens_NBT, targets_NBT, dtype)
+    sums = loss_sums(model.model, model.packed(), tokens_NBT, targets_NBT, dtype, dropout_keys)
     return sums / count_targets(targets_NBT)
 
 

@@ -14,34 +14,101 @@ from torch import Tensor, nn
 from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import operations as op
+from tiny_llm.models.attention import attend
+from tiny_llm.models.cache import CachedPositions
+from tiny_llm.models.dropout import DROPOUTS_A_LAYER
 
 Parameters = Mapping[str, Tensor]
 
 
-def hidden_states(model: ModelConfig, parameters: Parameters, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the normed last hidden states [(N,) B, T, D], computed in `dtype`, of tokens [(N,) B, T]."""
+def hidden_states(
+    model: ModelConfig,
+    parameters: Parameters,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    dropout_keys: Tensor | None = None,
+    cached: CachedPositions | None = None,
+) -> Tensor:
+    """Return the normed last hidden states [(N,) B, T, D], computed in `dtype`, of tokens [(N,) B, T].
+
+    dropout_keys: int32 [(N,) places, 2] of `dropout.py`; None, as in evaluation, drops nothing. cached: for
+    tokens that continue sequences of a `KeyValueCache`.
+    """
     x = op.embedding(tokens, parameters["embedding.weight"], dtype)
+    if model.positions == "learned":
+        x = x + _positions(parameters["positions.weight"], tokens.shape[-1], cached).to(dtype)
+    x = _dropped(model, x, dropout_keys, 0)
     for layer in range(model.layers):
-        x = _block(model, parameters, f"layers.{layer}.", x)
-    return op.rms_norm(x, parameters["norm.weight"], model.norm_eps)
+        x = _block(model, parameters, layer, x, dropout_keys, cached)
+    return _normed(model, parameters, "norm", x)
 
 
-def _block(model: ModelConfig, parameters: Parameters, prefix: str, x: Tensor) -> Tensor:
-    normed = op.rms_norm(x, parameters[f"{prefix}attention_norm.weight"], model.norm_eps)
-    qkv = op.linear(normed, parameters[f"{prefix}attention.qkv.weight"])
-    mixed = op.causal_attention(qkv, model.heads, model.rope_theta)
-    x = x + op.linear(mixed, parameters[f"{prefix}attention.output.weight"])
-    normed = op.rms_norm(x, parameters[f"{prefix}mlp_norm.weight"], model.norm_eps)
-    gate_up = op.linear(normed, parameters[f"{prefix}mlp.gate_up.weight"])
-    return x + op.linear(op.swiglu(gate_up), parameters[f"{prefix}mlp.down.weight"])
+def _positions(weight: Tensor, length: int, cached: CachedPositions | None) -> Tensor:
+    """Return the vectors of the positions: [(N,) 1, T, D], or [B, T, D] where sequences differ."""
+    if cached is not None:
+        return weight[cached.positions_BT]
+    return weight.unsqueeze(-3)[..., :length, :]
+
+
+def _block(
+    model: ModelConfig,
+    parameters: Parameters,
+    layer: int,
+    x: Tensor,
+    dropout_keys: Tensor | None,
+    cached: CachedPositions | None,
+) -> Tensor:
+    prefix, place = f"layers.{layer}.", 1 + DROPOUTS_A_LAYER * layer
+    normed = _normed(model, parameters, f"{prefix}attention_norm", x)
+    qkv = _linear(parameters, f"{prefix}attention.qkv", normed)
+    weights_key = None if dropout_keys is None else dropout_keys[..., place, :]
+    mixed = attend(model, parameters, layer, qkv, weights_key, cached)
+    mixed = _linear(parameters, f"{prefix}attention.output", mixed)
+    x = x + _dropped(model, mixed, dropout_keys, place + 1)
+    normed = _normed(model, parameters, f"{prefix}mlp_norm", x)
+    return x + _dropped(model, _mlp(model, parameters, f"{prefix}mlp.", normed), dropout_keys, place + 2)
+
+
+def _mlp(model: ModelConfig, parameters: Parameters, prefix: str, x: Tensor) -> Tensor:
+    if model.mlp == "swiglu":
+        activated = op.swiglu(_linear(parameters, f"{prefix}gate_up", x))
+    else:
+        activated = op.gelu(_linear(parameters, f"{prefix}up", x))
+    return _linear(parameters, f"{prefix}down", activated)
+
+
+def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
+    return op.linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+
+
+def _normed(model: ModelConfig, parameters: Parameters, name: str, x: Tensor) -> Tensor:
+    weight = parameters[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        return op.rms_norm(x, weight, model.norm_eps)
+    return op.layer_norm(x, weight, parameters[f"{name}.bias"], model.norm_eps)
+
+
+def _dropped(model: ModelConfig, x: Tensor, dropout_keys: Tensor | None, place: int) -> Tensor:
+    return x if dropout_keys is None else op.dropout(x, model.dropout, dropout_keys[..., place, :])
+
+
+def head_weight(parameters: Parameters) -> Tensor:
+    """Return the head [(N,) V, D]: a matrix of its own, or the embedding."""
+    head = parameters.get("head.weight")
+    return parameters["embedding.weight"] if head is None else head
 
 
 def loss_sums(
-    model: ModelConfig, parameters: Parameters, tokens: Tensor, targets: Tensor, dtype: torch.dtype
+    model: ModelConfig,
+    parameters: Parameters,
+    tokens: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+    dropout_keys: Tensor | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones."""
-    x = hidden_states(model, parameters, tokens, dtype)
-    return op.cross_entropy_sum(x, parameters["embedding.weight"], targets)
+    x = hidden_states(model, parameters, tokens, dtype, dropout_keys)
+    return op.cross_entropy_sum(x, head_weight(parameters), targets)
 
 
 class Decoder(nn.Module):
@@ -56,7 +123,7 @@ class Decoder(nn.Module):
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return logits [B, T, V] in fp32 at least."""
         parameters = dict(self.named_parameters())
-        weight = parameters["embedding.weight"]
+        weight = head_weight(parameters)
         logits_BTV = op.linear(
             hidden_states(self.model, parameters, tokens_BT, dtype or weight.dtype), weight
         )

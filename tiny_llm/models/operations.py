@@ -10,6 +10,7 @@ used; norms and losses reduce in fp32 at least.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -20,12 +21,16 @@ from tiny_llm.config.memory import LOGIT_BLOCK_BYTES
 IGNORED = -100  # a target that does not count
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T: [(N,) B, T, D] and [(N,) O, D] give [(N,) B, T, O]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b: [(N,) B, T, D], [(N,) O, D] and [(N,) O] give [(N,) B, T, O]."""
     weight = weight.to(x.dtype)
+    if bias is not None:
+        bias = bias.to(x.dtype)
     if weight.dim() == 2:
-        return functional.linear(x, weight)
-    return torch.bmm(x.flatten(1, -2), weight.mT).view(*x.shape[:-1], weight.shape[-2])
+        return functional.linear(x, weight, bias)
+    flat = x.flatten(1, -2)
+    product = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias[:, None], flat, weight.mT)
+    return product.view(*x.shape[:-1], weight.shape[-2])
 
 
 def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,6 +46,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight if weight.dim() == 1 else weight.view(len(weight), 1, 1, -1)
     return (functional.rms_norm(x.to(wide), x.shape[-1:], None, eps) * scale).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return (x - mean) / std * weight + bias (Ba et al. 2016, eq. 4) with weight and bias [(N,) D]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weight.dim() == 1:
+        return functional.layer_norm(x.to(wide), weight.shape, weight, bias, eps).to(x.dtype)
+    scale, shift = (part.view(len(part), 1, 1, -1) for part in (weight, bias))
+    normed = functional.layer_norm(x.to(wide), x.shape[-1:], None, None, eps)
+    return torch.addcmul(shift, normed, scale).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return the tanh approximation of x Phi(x) (Hendrycks & Gimpel 2016, section 2)."""
+    return functional.gelu(x, approximate="tanh")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -73,23 +93,30 @@ _cached_rotary_table = functools.lru_cache(maxsize=8)(_make_rotary_table)
 
 def rotate(x_BTHK: Tensor, table: Tensor) -> Tensor:
     """Turn the pairs (i, i + K/2) of each head by the position's angles."""
-    cos, sin = (part[: x_BTHK.shape[-3], None] for part in table)
+    cos, sin = (part[..., : x_BTHK.shape[-3], None, :] for part in table)
     first, second = x_BTHK.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def causal_attention(qkv: Tensor, heads: int, rope_theta: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v with rotated q, k: [(N,) B, T, 3 D] gives [(N,) B, T, D]."""
-    length, width = qkv.shape[-2], qkv.shape[-1] // 3
-    q_BTHK, k_BTHK, v_BTHK = qkv.reshape(-1, length, 3, heads, width // heads).unbind(2)
-    table = rotary_table(length, width // heads, rope_theta, qkv.device, qkv.dtype)
-    mixed_BHTK = functional.scaled_dot_product_attention(
-        rotate(q_BTHK, table).transpose(1, 2),
-        rotate(k_BTHK, table).transpose(1, 2),
-        v_BTHK.transpose(1, 2),
-        is_causal=True,
-    )
-    return mixed_BHTK.transpose(1, 2).reshape(*qkv.shape[:-1], width)
+def dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
+    """Set a share `rate` of x [(N,) ...] to 0 and scale up the rest (Srivastava et al. 2014, section 10).
+
+    key: int32 [(N,) 2]. An element's fate is a hash of its worker's key and its place in that worker's tensor:
+    the same for packed and single models, compiled or not, on every device, with no generator to save.
+    """
+    own = x.shape[key.dim() - 1 :]
+    first, second = (part.view(*part.shape, *[1] * len(own)) for part in key.unbind(-1))
+    place = torch.arange(math.prod(own), dtype=torch.int32, device=x.device).view(own)
+    bits = _scrambled(_scrambled(place ^ first) + second)
+    threshold = min(round(rate * 2**32) - 2**31, 2**31 - 1)
+    return torch.where(bits >= threshold, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _scrambled(bits: Tensor) -> Tensor:
+    """Return int32 with every bit depending on every bit (Wellons 2018, hash prospector's lowbias32)."""
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return bits ^ ((bits >> 16) & 0xFFFF)
 
 
 def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

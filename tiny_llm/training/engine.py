@@ -19,6 +19,7 @@ from tiny_llm.config.plan import Plan
 from tiny_llm.decentralized.packed_llama import PackedLlama, count_targets
 from tiny_llm.decentralized.topology import make_topology
 from tiny_llm.models.decoder import loss_sums
+from tiny_llm.models.dropout import dropout_keys
 from tiny_llm.optim.adamw import PackedAdamW
 from tiny_llm.training.device import compute_dtype, master_dtype
 
@@ -58,7 +59,7 @@ class Engine:
         next_micro_batch: gives tokens and targets [N * micro_batch_size, T]; called plan.accumulation times.
         Raises NonFiniteError before anything is mixed or updated.
         """
-        losses = self._accumulate_gradients(next_micro_batch)
+        losses = self._accumulate_gradients(number, next_micro_batch)
         norms = self.model.gradient_norms()
         result = self._checked(number, losses, norms)
         self.apply(number, norms)
@@ -73,7 +74,7 @@ class Engine:
         if scheme == "atc":
             self._mix(number)
 
-    def _accumulate_gradients(self, next_micro_batch: Callable[[], MicroBatch]) -> Tensor:
+    def _accumulate_gradients(self, number: int, next_micro_batch: Callable[[], MicroBatch]) -> Tensor:
         """Put each worker's mean gradient into the arena and return its mean loss, [N].
 
         Summed losses are differentiated and scaled once by the valid targets of the whole update, so padding
@@ -83,20 +84,39 @@ class Engine:
         batches = [self._deal(*next_micro_batch()) for _ in range(self.plan.accumulation)]
         valid_N = torch.stack([count_targets(targets) for _, targets in batches]).sum(0)
         losses_N = torch.zeros(self.plan.num_models, device=self.device, dtype=torch.float64)
-        for tokens_NBT, targets_NBT in batches:
+        for index, (tokens_NBT, targets_NBT) in enumerate(batches):
+            keys_N = self._dropout_keys(number, index)
             if self.looped:
                 for i in range(self.plan.num_models):
                     losses_N[i] += self._backward(
-                        self.model.worker(i), tokens_NBT[i], targets_NBT[i], valid_N[i]
+                        self.model.worker(i),
+                        tokens_NBT[i],
+                        targets_NBT[i],
+                        valid_N[i],
+                        None if keys_N is None else keys_N[i],
                     )
             else:
-                losses_N += self._backward(self.model.packed(), tokens_NBT, targets_NBT, valid_N)
+                losses_N += self._backward(self.model.packed(), tokens_NBT, targets_NBT, valid_N, keys_N)
         return losses_N
 
+    def _dropout_keys(self, number: int, micro_batch: int) -> Tensor | None:
+        """Return every worker's dropout keys of one micro-batch, [N, places, 2]; None without dropout."""
+        config = self.plan.config
+        if not config.model.dropout:
+            return None
+        workers = range(self.plan.num_models)
+        keys = dropout_keys(config.model, config.runtime.seed, number, micro_batch, workers)
+        return keys.to(self.device)
+
     def _backward(
-        self, parameters: dict[str, Tensor], tokens: Tensor, targets: Tensor, valid: Tensor
+        self,
+        parameters: dict[str, Tensor],
+        tokens: Tensor,
+        targets: Tensor,
+        valid: Tensor,
+        keys: Tensor | None,
     ) -> Tensor:
-        sums = self._loss_sums(self.plan.config.model, parameters, tokens, targets, self.dtype)
+        sums = self._loss_sums(self.plan.config.model, parameters, tokens, targets, self.dtype, keys)
         means = sums / valid
         torch.autograd.backward(means.sum())
         return means.detach()

@@ -27,6 +27,7 @@ from tiny_llm.training.engine import Engine, MicroBatch, UpdateResult
 from tiny_llm.training.evaluation import Evaluation, Evaluator
 from tiny_llm.training.progress import Progress
 from tiny_llm.training.run_directory import Metrics, RunDirectory
+from tiny_llm.training.sampling import sample_rows
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import Tracker
 from tiny_llm.training.worker_files import save_epoch_state, worker_directory
@@ -118,6 +119,7 @@ class Trainer:
             "position": self._position,
             "rng": torch.get_rng_state(),
             "metrics_bytes": self.metrics.synced_bytes(),
+            "samples_bytes": self.directory.samples_bytes(),
         }
 
     def train(self, progress: Progress) -> dict[str, Any]:
@@ -226,6 +228,8 @@ class Trainer:
             self._save_recovery()
             raise
         row = self._validation_row("validation", epoch, evaluation)
+        facts = {"epoch": epoch, "update": self.update, "tokens": self.tokens}
+        self.directory.append_samples(sample_rows(self.config, weights, self.cache, facts))
         self._record(row)
         self.progress.validation(row)
         self.epochs_validated = epoch
@@ -305,7 +309,7 @@ class Trainer:
             "final_validation_loss": evaluation.loss,
             "final_validation_targets": evaluation.targets,
             "best": self.best,
-            "parameters": self.plan.parameters,
+            **self.plan.parameter_summary(),
             "updates": self.update,
             "tokens": self.tokens,
             "seconds": self.seconds,

@@ -2,6 +2,7 @@
 
 resolved.yaml     the whole config          environment.json  versions, hardware, identities
 metrics.jsonl     one row a line            run.log           the plain lines that were shown
+samples.jsonl     one text a line for each of evaluation.prompts and epoch
 status.json       running | interrupted | failed | complete   best.json, result.json, loss.png
 final.pt, recovery.pt, epoch-NNN.pt, epoch-NNN.safetensors    see checkpoint.py
 """
@@ -68,19 +69,36 @@ class RunDirectory:
         path = self / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def copy_history(self, source: RunDirectory, metrics_bytes: int) -> None:
-        """Begin this directory with the rows that `source` had at a checkpoint, and cut what came later."""
-        if source.path.resolve() != self.path.resolve() and (source / "metrics.jsonl").exists():
-            shutil.copyfile(source / "metrics.jsonl", self / "metrics.jsonl")
-        path = self / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        if size < metrics_bytes:
-            raise UserError(
-                f"{path} has {size} bytes, but had {metrics_bytes} when the checkpoint was saved; "
-                "restore it, or resume into another output_dir from a copy that has it"
-            )
-        if size:
-            os.truncate(path, metrics_bytes)
+    def append_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Add an epoch's rows to samples.jsonl, durably."""
+        if rows:
+            with open(self / "samples.jsonl", "ab") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+                file.flush()
+                os.fsync(file.fileno())
+
+    def samples_bytes(self) -> int:
+        """Return how long samples.jsonl is: what a checkpoint refers to."""
+        path = self / "samples.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def copy_history(self, source: RunDirectory, kept: dict[str, int]) -> None:
+        """Begin this directory with the rows that `source` had at a checkpoint, and cut what came later.
+
+        kept: the bytes that each file of rows had then.
+        """
+        for name, length in kept.items():
+            if source.path.resolve() != self.path.resolve() and (source / name).exists():
+                shutil.copyfile(source / name, self / name)
+            path = self / name
+            size = path.stat().st_size if path.exists() else 0
+            if size < length:
+                raise UserError(
+                    f"{path} has {size} bytes, but had {length} when the checkpoint was saved; "
+                    "restore it, or resume into another output_dir from a copy that has it"
+                )
+            if size:
+                os.truncate(path, length)
 
 
 class Metrics:

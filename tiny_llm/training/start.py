@@ -20,6 +20,8 @@ from tiny_llm.config.validation import check_writable
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.loader import check_capacity
 from tiny_llm.data.prepare import ensure_cache
+from tiny_llm.data.tokenizer import load_tokenizer
+from tiny_llm.interop.pretrained import Pretrained, check_vocabulary, open_pretrained
 from tiny_llm.training.checkpoint import CheckpointError, State, load_state, newest_state
 from tiny_llm.training.device import prepare_torch, settle_runtime
 from tiny_llm.training.environment import describe_environment
@@ -42,23 +44,29 @@ def run(plan: Plan, resume: Resume | None = None) -> None:
     check_writable(plan.config.output_dir)
     require_package(plan.config.tracking)
     device = prepare_torch(plan.config)
+    initial = None
     if resume is None:
         directory.refuse_existing_run()
+        if plan.config.init_from is not None:
+            initial = open_pretrained(plan.config.init_from, plan.config.model)
     cache = ensure_cache(plan.config.data, plan.tokens, print)
     check_capacity(cache, plan.config.data, plan.config.model.context_length, plan.tokens)
+    if initial is not None:
+        check_vocabulary(initial.directory, load_tokenizer(cache.directory), "the corpus")
     with directory.locked():
         state = None
         if resume is None:
             directory.refuse_existing_run()
         else:
             state = _open_state(resume, plan, directory, cache)
-            directory.copy_history(RunDirectory(resume.directory), state["metrics_bytes"])
+            kept = {"metrics.jsonl": state["metrics_bytes"], "samples.jsonl": state.get("samples_bytes", 0)}
+            directory.copy_history(RunDirectory(resume.directory), kept)
         if (directory / "result.json").exists() and directory.status == "complete":
             print(f"{directory.path} is complete; nothing is left to do")
             return
-        _write_head(directory, plan, device, cache)
+        _write_head(directory, plan, device, cache, initial)
         with _status(directory, plan), StopSignals() as signals:
-            _train(plan, directory, cache, device, signals, state)
+            _train(plan, directory, cache, device, signals, state, initial)
 
 
 def _open_state(resume: Resume, plan: Plan, directory: RunDirectory, cache: TokenCache) -> State:
@@ -81,11 +89,15 @@ def _open_state(resume: Resume, plan: Plan, directory: RunDirectory, cache: Toke
     return state
 
 
-def _write_head(directory: RunDirectory, plan: Plan, device: torch.device, cache: TokenCache) -> None:
+def _write_head(
+    directory: RunDirectory, plan: Plan, device: torch.device, cache: TokenCache, initial: Pretrained | None
+) -> None:
     files.write_text(directory / "resolved.yaml", to_yaml(replace(plan.config, resume=None)))
     path = directory / "environment.json"
     starts = files.read_json(path)["starts"] if path.exists() else []
     identities = {"recipe": recipe_identity(plan.config), "data": cache.identity}
+    if initial is not None:
+        identities["initial_weights"] = initial.identity()
     starts.append(describe_environment(plan.config, device, identities))
     files.write_json(path, {"starts": starts})
 
@@ -115,7 +127,9 @@ def _train(
     device: torch.device,
     signals: StopSignals,
     state: State | None,
+    initial: Pretrained | None,
 ) -> None:
+    """Train to the end, from a saved state, from given weights (the same for every worker) or from the seed's."""
     config = plan.config
     metrics = Metrics(directory)
     start = state["update"] if state else 0
@@ -124,6 +138,8 @@ def _train(
         trainer = Trainer(plan, directory, cache, device, metrics, tracker, signals)
         if state is not None:
             trainer.restore(state)
+        elif initial is not None:
+            trainer.engine.model.set_all(initial.weights)
         with Progress(plan.updates, plan.tokens, start, log=log) as progress:
             for line in _opening(plan, directory, device, trainer):
                 progress.say(line)
@@ -140,7 +156,8 @@ def _opening(plan: Plan, directory: RunDirectory, device: torch.device, trainer:
     looped = ", looped" if trainer.engine.looped and plan.num_models > 1 else ""
     return [
         f"run        {directory.path}" + (f" (resumed at update {trainer.update})" if trainer.update else ""),
-        f"model      {plan.parameters:,} parameters, context {config.model.context_length}",
+        f"model      {plan.parameters:,} parameters, context {config.model.context_length}"
+        + (f", started from {config.init_from}" if config.init_from else ""),
         f"budget     {plan.updates:,} updates of {config.training.batch_tokens:,} targets = {plan.tokens:,} "
         f"in {len(plan.epoch_boundaries)} epochs",
         f"update     {workers}{plan.micro_batch_size} sequences x {plan.accumulation} micro-batches",

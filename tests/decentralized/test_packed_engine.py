@@ -18,6 +18,8 @@ from torch import Tensor
 from tiny_llm.config.plan import Plan
 from tiny_llm.config.schema import ConstantSchedule, WsdSchedule
 from tiny_llm.decentralized.topology import TOPOLOGY_NAMES
+from tiny_llm.models.decoder import loss_sums
+from tiny_llm.packed import local_mean_losses
 from tiny_llm.training.engine import Engine, NonFiniteError
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -308,8 +310,6 @@ def test_a_non_finite_worker_stops_the_update_before_anything_changes(
 
 def raw_gradients(engine: Engine, batch: Batch) -> Tensor:
     """Each worker's gradient on its rows, by a backward pass outside the engine."""
-    from tiny_llm.packed import local_mean_losses
-
     tokens, targets = (
         torch.stack([part[i :: engine.plan.num_models] for i in range(engine.plan.num_models)])
         for part in batch
@@ -317,6 +317,28 @@ def raw_gradients(engine: Engine, batch: Batch) -> Tensor:
     engine.model.zero_gradients_()
     local_mean_losses(engine.model, tokens, targets).sum().backward()  # type: ignore[no-untyped-call]
     return engine.model.gradient_storage
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_loss_alone_that_is_not_finite_is_refused(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every gradient is finite all the same."""
+    calls = []
+
+    def spoiled(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        sums = loss_sums(*arguments, **options)
+        if sums.dim():
+            return sums + torch.tensor([0.0, torch.inf, 0.0])
+        return sums + (torch.inf if len(calls) == 2 else 0.0)
+
+    monkeypatch.setattr("tiny_llm.training.engine.loss_sums", spoiled)
+    plan = packed_plan("awc", 3, execution)
+    engine = engine_of(plan)
+    before = engine.model.parameter_storage.clone()
+    with pytest.raises(NonFiniteError, match=r"loss inf .*worker 1\b"):
+        engine.update(0, lambda: batches(plan, 1)[0])
+    assert torch.equal(engine.model.parameter_storage, before)
+    assert engine.model.gradient_storage.isfinite().all()
 
 
 def test_one_worker_that_is_not_finite_is_refused_too() -> None:
@@ -334,10 +356,15 @@ def test_one_worker_that_is_not_finite_is_refused_too() -> None:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-5)])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 @pytest.mark.parametrize("padding", ["none", "some", "a whole micro-batch"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_accumulated_micro_batches_equal_one_big_one(
-    padding: str, micro_batch_size: int, precision: str, tolerance: float
+    execution: str, padding: str, micro_batch_size: int, precision: str, tolerance: float
 ) -> None:
-    config = small_config(runtime={"precision": precision}, optimizer={"grad_clip": 0.5})
+    config = small_config(
+        decentralized={"execution": execution},
+        runtime={"precision": precision},
+        optimizer={"grad_clip": 0.5},
+    )
     whole = small_plan(config, updates=5, rows=8, micro_batch_size=8)
     parts = small_plan(config, updates=5, rows=8, micro_batch_size=micro_batch_size)
     assert whole.accumulation == 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from sweeping import LONG, Launcher, assert_same_bits, deduplicated, rows, starts, status, wait_until
 
@@ -21,14 +21,16 @@ def ask(slurm: Launcher, *command: str) -> str:
     return done.stdout
 
 
-def job_of(sweep: Path, run: Path) -> str | None:
-    """Return the newest job of a run, once sweep.json tells it."""
-    path = sweep / "sweep.json"
-    arrays: list[dict[str, Any]] = json.loads(path.read_text())["arrays"] if path.exists() else []
-    for array in reversed(arrays):
-        if run.name in array["points"] and array["jobs"]:
-            return str(array["jobs"][array["points"].index(run.name)])
-    return None
+def job_of(sweep: Path, run: Path) -> str:
+    """Return the newest job of a run."""
+    arrays = json.loads((sweep / "sweep.json").read_text())["arrays"]
+    array = next(array for array in reversed(arrays) if run.name in array["points"])
+    return str(array["jobs"][array["points"].index(run.name)])
+
+
+def just_begun(runs: Iterable[Path]) -> Path | None:
+    """Return a run that trains and is far from its end."""
+    return next((run for run in runs if status(run) == "running" and 0 < len(rows(run)) < 20), None)
 
 
 def start_now(slurm: Launcher, job: str) -> None:
@@ -49,28 +51,30 @@ def test_a_sweep_survives_kills_cancellations_and_requeues(
     names = [point["name"] for point in json.loads(listed.out)]
     assert len(names) == 8
     sweep = slurm.sweep("s")
-    requeued, cancelled, preempted, broken = (sweep / names[index] for index in (0, 1, 2, 7))
+    runs = [sweep / name for name in names]
+    requeued, broken = runs[0], runs[-1]
     (broken / "run.log").mkdir(parents=True)  # the run cannot write its log
+    slurm.overrides += GRID
 
-    first = slurm.start(*GRID)
+    first = slurm.start()
     wait_until(lambda: rows(requeued), "the first run trains")
     first.process.kill()
-    second = slurm.start(*GRID)
-    wait_until(lambda: "8 still in the queue, 0 to start" in second.out, "the next launcher finds the jobs")
-    job = str(job_of(sweep, requeued))
+    job = job_of(sweep, requeued)
     ask(slurm, "scontrol", "requeue", job)
-    wait_until(lambda: rows(cancelled) or status(cancelled) == "complete", "the second run trains")
-    ask(slurm, "scancel", str(job_of(sweep, cancelled)))
+    second = slurm.start()
     start_now(slurm, job)
-    wait_until(lambda: rows(preempted), "the third run trains")
-    preempted_job = str(job_of(sweep, preempted))
-    ask(slurm, "scancel", "--signal=USR2", f"{preempted_job}.0")  # as slurmd does before the time limit
-    start_now(slurm, preempted_job)
-    ended = second
-    assert "6 done, 1 interrupted, 1 failed" in ended.out, ended.out + ended.err
-    assert ended.code == 1
+    wait_until(lambda: "8 points, " in second.out, "the next launcher has read the queue")
+    cancelled = wait_until(lambda: just_begun(runs[1:-1]), "another run trains")
+    ask(slurm, "scancel", job_of(sweep, cancelled))
+    preempted = wait_until(lambda: just_begun(set(runs[1:-1]) - {cancelled}), "yet another run trains")
+    ask(slurm, "scancel", "--signal=USR2", f"{job_of(sweep, preempted)}.0")  # as before a time limit
+    start_now(slurm, job_of(sweep, preempted))
+    assert second.code == 1
+    assert "6 done, 1 interrupted, 1 failed" in second.out, second.out + second.err
 
-    third = slurm.run(*GRID)
+    assert " 0 to start" in second.out, "no point is submitted twice"
+
+    third = slurm.run()
     assert third.code == 1
     assert "8 points, 6 done, 0 still in the queue, 1 to start, 1 failed before" in third.out
     assert "7 done, 1 failed" in third.out
@@ -79,7 +83,8 @@ def test_a_sweep_survives_kills_cancellations_and_requeues(
     assert "runtime.seed=2" in told
     assert f"directory  outputs/sweeps/s/{broken.name}" in told
 
-    assert [starts(sweep / name) for name in names] == [2, 2, 2, 1, 1, 1, 1, 1]
+    assert {run for run in runs if starts(run) == 2} == {requeued, cancelled, preempted}
+    assert sum(map(starts, runs)) == len(runs) + 3
     for run in (requeued, cancelled, preempted):
         assert len(rows(run)) == len({row["update"] for row in rows(run)}), "an update is told twice"
         log = (run / "run.log").read_text()
@@ -91,7 +96,7 @@ def test_a_sweep_survives_kills_cancellations_and_requeues(
 
 
 def test_a_run_is_requeued_no_more_after_its_last_time_limit(slurm: Launcher) -> None:
-    launch = slurm.start(
+    launched = slurm.start(
         *LONG, "runtime.seed=1", "hydra.launcher.max_num_timeout=0", "hydra.launcher.timeout_min=5"
     )
     run = wait_until(lambda: next(slurm.sweep("s").glob("*+*"), None), "a run directory")
@@ -100,18 +105,18 @@ def test_a_run_is_requeued_no_more_after_its_last_time_limit(slurm: Launcher) ->
         slurm,
         "scancel",
         "--signal=USR2",
-        wait_until(lambda: job_of(slurm.sweep("s"), run), "the job is known"),
+        job_of(slurm.sweep("s"), run),
     )
-    assert ended.code == 1
-    assert "1 interrupted" in ended.out
-    assert "timed-out too many times" in ended.err
+    assert launched.code == 1
+    assert "1 interrupted" in launched.out
+    assert "timed-out too many times" in launched.err
     assert (run / "recovery.pt").exists()
     assert status(run) == "interrupted"
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(slurm: Launcher) -> None:
-    ended = slurm.run("hydra.launcher.partition=nosuch")
-    assert ended.code == 2
-    assert len(ended.err.splitlines()) == 1
-    assert ended.err.startswith("error: sbatch refused the sweep: ")
-    assert "invalid partition specified: nosuch" in ended.err
+    launched = slurm.run("hydra.launcher.partition=nosuch")
+    assert launched.code == 2
+    assert len(launched.err.splitlines()) == 1
+    assert launched.err.startswith("error: sbatch refused the sweep: ")
+    assert "invalid partition specified: nosuch" in launched.err

@@ -134,9 +134,7 @@ def assert_same_bits(run: Path, other: Path) -> None:
 
 def living_runs() -> Iterator[tuple[int, str, str]]:
     """Give process id, directory and CUDA_VISIBLE_DEVICES of every run of a pool on this machine."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         try:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")

@@ -29,12 +29,10 @@ from tiny_llm.train import train
 
 
 def ours(launcher: Launcher) -> list[tuple[int, str, str]]:
-    """Return the living runs of this test's launcher."""
-    return [
-        run
-        for run in living_runs()
-        if os.path.realpath(f"/proc/{run[0]}/cwd") == str(launcher.folder.resolve())
-    ]
+    """Return the living runs of this test's launcher, each once: a run that forks looks like two for a moment."""
+    folder = str(launcher.folder.resolve())
+    runs = [run for run in living_runs() if os.path.realpath(f"/proc/{run[0]}/cwd") == folder]
+    return list({directory: (pid, directory, device) for pid, directory, device in reversed(runs)}.values())
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]) -
 def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(launcher: Launcher) -> None:
     pretend = {"CUDA_VISIBLE_DEVICES": "7,GPU-1a2b"}
     auto = ["runtime.device=auto", "hydra.launcher.max_parallel=null"]
-    launch = launcher.start(f"optimizer.lr=0.004,{FAILS}", "runtime.seed=1,2", *auto, **pretend)
+    launched = launcher.start(f"optimizer.lr=0.004,{FAILS}", "runtime.seed=1,2", *auto, **pretend)
     at_once, devices_seen = 0, set()
-    while launch.process.poll() is None:
+    while launched.process.poll() is None:
         living = ours(launcher)
         devices = [device for _, _, device in living]
         assert max(Counter(devices).values(), default=0) <= 1, f"a device is shared: {living}"
@@ -59,12 +57,12 @@ def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(lau
         time.sleep(0.02)
     assert (at_once, devices_seen) == (2, {"7", "GPU-1a2b"})
 
-    assert ended.code == 1, ended.err
-    assert "2 done, 2 failed" in ended.out
+    assert launched.code == 1, launched.err
+    assert "2 done, 2 failed" in launched.out
     directory = launcher.sweep("s")
     for seed in (1, 2):
         failed = next(path for path in directory.glob(f"lr-1e-30+seed-{seed}+*"))
-        told = ended.err.partition(f"failed: {failed.name}\n")[2].partition("\n\n")[0]
+        told = launched.err.partition(f"failed: {failed.name}\n")[2].partition("\n\n")[0]
         assert f"optimizer.lr=1e+30 runtime.seed={seed}" in told
         assert "error: update 2: " in told
         assert f"directory  outputs/sweeps/s/{failed.name}" in told
@@ -90,12 +88,12 @@ def test_runs_save_when_their_launcher_is_stopped_and_the_same_command_goes_on(
     launcher: Launcher, whole: Path
 ) -> None:
     points = [*LONG, "runtime.seed=1,2"]
-    launch = launcher.start(*points)
+    launched = launcher.start(*points)
     directory = launcher.sweep("s")
     wait_until(lambda: any(rows(run) for run in directory.glob("seed-1+*")), "a run trains")
-    launch.process.send_signal(signal.SIGTERM)
-    assert ended.code == 128 + signal.SIGTERM
-    assert "have saved and ended" in ended.err
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.code == 128 + signal.SIGTERM
+    assert "have saved and ended" in launched.err
     assert not ours(launcher), "no run outlives its launcher"
     stopped = run_of(directory, "seed-1")
     assert status(stopped) == "interrupted"
@@ -110,7 +108,7 @@ def test_runs_save_when_their_launcher_is_stopped_and_the_same_command_goes_on(
 def test_runs_save_when_their_launcher_is_killed_and_two_launchers_are_kept_apart(
     launcher: Launcher, whole: Path
 ) -> None:
-    launch = launcher.start(*LONG, "runtime.seed=1")
+    launched = launcher.start(*LONG, "runtime.seed=1")
     directory = launcher.sweep("s")
     wait_until(lambda: list(directory.glob("seed-1+*")) or list(directory.glob("*+*")), "it has started")
     busy = launcher.run(*LONG, "runtime.seed=1")
@@ -118,21 +116,22 @@ def test_runs_save_when_their_launcher_is_killed_and_two_launchers_are_kept_apar
     assert "another launcher works on outputs/sweeps/s" in busy.err
     (run,) = directory.glob("*+*")
     wait_until(lambda: rows(run), "the run trains")
-    launch.process.kill()
+    launched.process.kill()
     second = launcher.run(*LONG, "runtime.seed=1")  # at once: the run may still be saving
     assert second.code == 0, second.out + second.err
+    assert starts(run) == 2, "the run outlived its launcher"
     assert_same_bits(run, whole)
 
 
 def test_a_run_that_died_before_it_saved_starts_again_in_its_directory(launcher: Launcher) -> None:
-    launch = launcher.start(*LONG, "runtime.seed=1")
+    launched = launcher.start(*LONG, "runtime.seed=1")
     run = wait_until(lambda: next(launcher.sweep("s").glob("*+*"), None), "a run directory")
     wait_until(lambda: len(rows(run)) > 3, "the run trains")
     ((pid, _, _),) = ours(launcher)
     os.kill(pid, signal.SIGKILL)
-    assert ended.code == 1
-    assert "1 lost" in ended.out
-    assert "ended by SIGKILL" in ended.err
+    assert launched.code == 1
+    assert "1 lost" in launched.out
+    assert "ended by SIGKILL" in launched.err
     lost = rows(run)
 
     assert launcher.run(*LONG, "runtime.seed=1").code == 0
@@ -143,18 +142,18 @@ def test_a_run_that_died_before_it_saved_starts_again_in_its_directory(launcher:
 
 def test_abort_has_the_other_runs_save_and_starts_no_more(launcher: Launcher) -> None:
     endless = [*LONG, "training.tokens_per_parameter=60", "data.max_passes=1000"]
-    ended = launcher.run(*endless, f"optimizer.lr={FAILS},0.004,0.003", "hydra.launcher.on_failure=abort")
-    assert ended.code == 1
-    assert "0 done" in ended.out
-    assert "1 failed" in ended.out
+    launched = launcher.run(*endless, f"optimizer.lr={FAILS},0.004,0.003", "hydra.launcher.on_failure=abort")
+    assert launched.code == 1
+    assert "0 done" in launched.out
+    assert "1 failed" in launched.out
     assert status(run_of(launcher.sweep("s"), "lr-0.004")) in ("interrupted", None)
-    assert "waiting: lr-0.003" in ended.err
+    assert "waiting: lr-0.003" in launched.err
 
 
 def test_a_detached_pool_finishes_by_itself(launcher: Launcher) -> None:
     began = time.monotonic()
-    ended = launcher.run(*LONG, "runtime.seed=1", "hydra.launcher.detach=true")
-    assert ended.code == 0, ended.err
+    launched = launcher.run(*LONG, "runtime.seed=1", "hydra.launcher.detach=true")
+    assert launched.code == 0, launched.err
     run = next(launcher.sweep("s").glob("*+*"))
     assert status(run) != "complete", f"it came back only after {time.monotonic() - began:.1f} s"
     wait_until(lambda: status(run) == "complete", "the run completes")
@@ -163,7 +162,7 @@ def test_a_detached_pool_finishes_by_itself(launcher: Launcher) -> None:
 
 
 def test_one_bad_point_stops_the_sweep_before_anything_is_written(launcher: Launcher, tmp_path: Path) -> None:
-    ended = launcher.run("model.heads=2,3")
-    assert ended.code == 2
-    assert ended.err.startswith("error: point 2 of 2 (model.heads=3): model.heads=3: expected a divisor")
+    launched = launcher.run("model.heads=2,3")
+    assert launched.code == 2
+    assert launched.err.startswith("error: point 2 of 2 (model.heads=3): model.heads=3: expected a divisor")
     assert not (tmp_path / "outputs").exists()

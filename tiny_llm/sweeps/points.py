@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiny_llm.config.compose import Composed, override_key
-from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.errors import ConfigError, UserError
 from tiny_llm.config.plan import Plan, make_plan
 from tiny_llm.config.saved import flatten, plain, recipe_identity
 from tiny_llm.config.schema import Config
@@ -60,7 +60,7 @@ def make_points(composed: Sequence[Composed], sweep: Path, known: Mapping[str, s
             point = _point(one, sweep, known, swept)
             if twin := points.get(point.identity):
                 raise ConfigError(_sameness(twin, point))
-        except ConfigError as error:
+        except UserError as error:
             if len(composed) == 1:
                 raise
             shown = " ".join(text for text in one.overrides if override_key(text) in swept)
@@ -117,11 +117,11 @@ def _sameness(twin: Point, point: Point) -> str:
 
 def point_name(overrides: Sequence[str], swept: set[str], identity: str) -> str:
     """Return a name such as 'topology-ring+seed-43+1a2b3c4d', safe in shells, paths and Hydra overrides."""
-    parts = []
+    readable = []
     for text in overrides:
         if override_key(text) in swept:
-            parts.append(f"{override_key(text).rpartition('.')[2]}-{text.partition('=')[2]}")
-    readable = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-.") for part in parts]
+            value = re.sub(r"[^A-Za-z0-9._-]+", "-", text.partition("=")[2]).strip("-.")
+            readable.append(f"{override_key(text).rpartition('.')[2]}-{value}")
     while len("+".join(readable)) > LONGEST_NAME:
         del readable[0]  # what was typed last is what was varied last
     return "+".join([*readable, identity[:IDENTITY_LETTERS]])

@@ -59,7 +59,11 @@ def test_names_and_shapes_are_those_of_the_plain_model(model: ModelConfig) -> No
 @by_precision
 @by_model
 def test_one_model_equals_the_plain_llama(
-    model: ModelConfig, dtype: torch.dtype, tolerance: float, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig,
+    dtype: torch.dtype,
+    tolerance: float,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
     state = random_state(model, 0)
@@ -76,7 +80,10 @@ def test_one_model_equals_the_plain_llama(
         loss = loss_sums(model, parameters, tokens, targets, dtype) / (targets != -100).sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
-        assert apart(hidden_states(model, parameters, tokens, dtype), reference.hidden_states(tokens)) < tolerance
+        assert (
+            apart(hidden_states(model, parameters, tokens, dtype), reference.hidden_states(tokens))
+            < tolerance
+        )
         assert apart(decoder(tokens), reference(tokens)) < tolerance
         assert loss.dtype == dtype
         assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
@@ -91,7 +98,11 @@ def test_one_model_equals_the_plain_llama(
 @by_precision
 @by_model
 def test_packed_models_equal_plain_llamas(
-    model: ModelConfig, dtype: torch.dtype, tolerance: float, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig,
+    dtype: torch.dtype,
+    tolerance: float,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
     packed = random_packed(model, N, dtype)

@@ -53,7 +53,9 @@ def test_projections_into_the_residual_stream_start_smaller_and_norms_at_one() -
 
 
 def test_no_two_matrices_start_alike() -> None:
-    matrices = [value for value in initial_parameters(replace(SMALL, layers=3), 1).values() if value.dim() == 2]
+    matrices = [
+        value for value in initial_parameters(replace(SMALL, layers=3), 1).values() if value.dim() == 2
+    ]
     starts = {tuple((value.flatten()[:8] / value.std()).tolist()) for value in matrices}
     assert len(starts) == len(matrices)
 
@@ -65,7 +67,9 @@ def test_the_seed_alone_decides() -> None:
     torch.set_num_threads(2)
     again, other = initial_parameters(TINY, 42), initial_parameters(TINY, 43)
     torch.set_num_threads(threads)
-    assert torch.equal(torch.get_rng_state(), before), "drawing weights takes nothing from the global generator"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "drawing weights takes nothing from the global generator"
+    )
     for name, value in first.items():
         assert torch.equal(again[name], value)
         assert value.dim() == 1 or not torch.equal(other[name], value)

@@ -172,7 +172,9 @@ def test_gradcheck_of_the_loss(packed: bool, block_bytes: int, monkeypatch: pyte
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
     x, weight = randn(2, 2, 3, 4).requires_grad_(), randn(2, 5, 4, seed=1).requires_grad_()
     targets = torch.tensor([[[0, 4, -100], [2, 2, 1]], [[-100, -100, 3], [0, 1, 2]]])
-    arguments = (x, weight, targets) if packed else (x[0].detach().requires_grad_(), weight[0].detach(), targets[0])
+    arguments = (
+        (x, weight, targets) if packed else (x[0].detach().requires_grad_(), weight[0].detach(), targets[0])
+    )
     assert torch.autograd.gradcheck(op.cross_entropy_sum, arguments)
 
 
@@ -223,5 +225,8 @@ def test_the_logits_of_the_whole_batch_never_exist(monkeypatch: pytest.MonkeyPat
     with LargestTensor() as largest:
         op.cross_entropy_sum(x, weight, targets).backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
-    assert apart(x.grad, torch.autograd.grad(plain_losses(x[None], weight[None], targets[None])[0], x)[0]) < 1e-12
+    assert (
+        apart(x.grad, torch.autograd.grad(plain_losses(x[None], weight[None], targets[None])[0], x)[0])
+        < 1e-12
+    )
     assert largest.numel <= 16 * 1000 < 4 * 64 * 1000

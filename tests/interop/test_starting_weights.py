@@ -131,7 +131,9 @@ def test_another_tokenizer_is_refused(tiny_overrides: list[str], run_of: RunOf, 
     vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
     (out / "tokenizer.json").write_text(json.dumps(values))
     more = [f"init_from={out}", f"output_dir={tmp_path / 'run'}"]
-    with pytest.raises(UserError, match=r"another tokenizer than that of the corpus: 2 tokens have other ids"):
+    with pytest.raises(
+        UserError, match=r"another tokenizer than that of the corpus: 2 tokens have other ids"
+    ):
         train(compose(overrides_of(tiny_overrides, "llama", *more)))
     assert not (tmp_path / "run").exists()
 

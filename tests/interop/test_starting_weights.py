@@ -12,9 +12,9 @@ import pytest
 import torch
 
 sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-from conftest import FAMILIES, RunOf
 from foreign import saved, tokens
 from reference.small import small_config, small_plan
+from trained_runs import FAMILIES, RunOf
 
 from tiny_llm.config.compose import compose
 from tiny_llm.config.errors import UserError

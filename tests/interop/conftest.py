@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
 
-FAMILIES = {
-    "llama": ["model=tiny"],
-    "qwen3": ["model=qwen3-v0", "model.head_dim=8", "model.kv_heads=1"],
-    "gpt2": ["model=gpt2-small", "model.dropout=0.1"],
-}
-RunOf = Callable[[str, int], Path]
+sys.path.append(str(Path(__file__).parent))
+from trained_runs import FAMILIES, RunOf
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from conftest import RunOf
 from foreign import transformers
 from tokenizers import Tokenizer, processors
+from trained_runs import RunOf
 
 from tiny_llm.data.tokenizer import load
 from tiny_llm.interop import exporting, verification

@@ -21,11 +21,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from tiny_llm.config.errors import UserError
 from tiny_llm.config.schema import DataConfig
 from tiny_llm.data.command import prepare_command, remove_command
 from tiny_llm.data.manifest import MANIFEST_NAME, ManifestError, Split, byte_settings, read_manifest
+from tiny_llm.data.tokenizer import load
 
 Tokens = npt.NDArray[np.uint16]
 TOKENIZER = "tokenizer"
@@ -112,6 +114,9 @@ class TokenCache:
     def exhausted(self) -> bool:
         """Whether the cache holds the whole corpus: no larger one can be prepared."""
         return bool(self.manifest["exhausted"])
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load(self.directory / TOKENIZER)
 
     def tokens(self, split: Split) -> int:
         return int(self.manifest["splits"][split]["tokens"])

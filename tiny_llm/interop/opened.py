@@ -30,6 +30,9 @@ class OpenModel:
     eos_id: int
     device: torch.device
 
+    def load_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
 
 def open_model(directory: Path, device: str) -> OpenModel:
     """Open a directory of weights and tokenizer. Raises ExchangeError and other UserErrors."""

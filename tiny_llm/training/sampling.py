@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tiny_llm.config.errors import UserError
 from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.text_stream import TextStream
-from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.models.generation import Sampling, generate_all
+
+
+class TextSource(Protocol):
+    """Whose tokenizer reads and writes texts: a token cache's, or that beside imported weights."""
+
+    @property
+    def eos_id(self) -> int: ...
+
+    def load_tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class TextSampler:
 
     config: Config
     weights: Mapping[str, Tensor]
-    cache: TokenCache
+    cache: TextSource
     max_new_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -32,7 +41,7 @@ class TextSampler:
 
         The prompts come first. Each piece is valid UTF-8. Raises UserError for a prompt outside the vocabulary.
         """
-        tokenizer = load_tokenizer(self.cache.directory)
+        tokenizer = self.cache.load_tokenizer()
         encoded = [self._encode(tokenizer, prompt) for prompt in prompts]
         samples = range(num_samples)
         streams = [TextStream(tokenizer, tokens) for tokens in encoded for _ in samples]

@@ -120,3 +120,12 @@ def test_what_slurm_refuses_is_told_in_its_own_words(slurm: Launcher) -> None:
     assert len(launched.err.splitlines()) == 1
     assert launched.err.startswith("error: sbatch refused the sweep: ")
     assert "invalid partition specified: nosuch" in launched.err
+
+
+def test_a_detached_launch_leaves_its_jobs_to_slurm(slurm: Launcher) -> None:
+    held = ["runtime.seed=1,2", "+hydra.launcher.additional_parameters.hold=true"]
+    launched = slurm.run(*held, "hydra.launcher.detach=true")
+    assert launched.code == 0, launched.err
+    assert "submitted; to watch: python -m tiny_llm.train -m " in launched.out
+    again = slurm.run(*held, "hydra.launcher.detach=true")
+    assert "2 points, 0 done, 2 still in the queue, 0 to start" in again.out

@@ -46,6 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]) -
 
 def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(launcher: Launcher) -> None:
     pretend = {"CUDA_VISIBLE_DEVICES": "7,GPU-1a2b"}
+    launcher.overrides.append(f"data.cache_dir={launcher.folder}/cache")
     auto = ["runtime.device=auto", "hydra.launcher.max_parallel=null"]
     launched = launcher.start(f"optimizer.lr=0.004,{FAILS}", "runtime.seed=1,2", *auto, **pretend)
     at_once, devices_seen = 0, set()
@@ -60,6 +61,8 @@ def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(lau
     assert launched.code == 1, launched.err
     assert "2 done, 2 failed" in launched.out
     directory = launcher.sweep("s")
+    assert launched.out.count("prepare: wrote") == 1, "the launcher prepares the cache"
+    assert not [log for log in directory.glob(".submitit/*.log") if "prepare:" in log.read_text()]
     for seed in (1, 2):
         failed = next(path for path in directory.glob(f"lr-1e-30+seed-{seed}+*"))
         told = launched.err.partition(f"failed: {failed.name}\n")[2].partition("\n\n")[0]
@@ -102,6 +105,7 @@ def test_runs_save_when_their_launcher_is_stopped_and_the_same_command_goes_on(
     assert (second.code, "2 done" in second.out) == (0, True), second.err
     assert_same_bits(stopped, whole)
     assert starts(stopped) == 2
+    assert "(resumed at update" in (stopped / "run.log").read_text()
     assert len(rows(stopped)) == len({row["update"] for row in rows(stopped)}), "an update is told twice"
 
 

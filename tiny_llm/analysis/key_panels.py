@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiny_llm.analysis.curves import FAINT, _dress, _name
+from tiny_llm.analysis.curves import FAINT, dress, name_axis
 from tiny_llm.analysis.groups import Group, Report
 from tiny_llm.analysis.keys import MISSING, identity, short_name, value_of
 from tiny_llm.analysis.runs import LOSS
@@ -26,9 +26,9 @@ FAR, NEAR = 10.0, 0.5  # farther from the best than 10 times the median is, and 
 
 def draw_key(axis: Axes, report: Report, key: str, colors: Sequence[str]) -> None:
     """Draw the final loss of every group against its value of `key`."""
-    _dress(axis)
+    dress(axis)
     axis.grid(False, axis="x")
-    _name(axis, f"final loss against {key}")
+    name_axis(axis, f"final loss against {key}")
     following = report.followers(key)
     if following:
         text = f"and with it {', '.join(short_name(other) for other in following)}"

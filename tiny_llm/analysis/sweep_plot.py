@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiny_llm import files
-from tiny_llm.analysis.curves import FAINT, INK, Numbers, _dress, _name, tokens_tick
+from tiny_llm.analysis.curves import FAINT, INK, Numbers, dress, name_axis, tokens_tick
 from tiny_llm.analysis.groups import Group, Report
 from tiny_llm.analysis.key_panels import draw_key, is_crowded, nearest_groups
 from tiny_llm.analysis.keys import label_of, value_of
@@ -140,8 +140,8 @@ def _draw_curves(whole: Axes, closer: Axes, report: Report, colors: Sequence[str
         (whole, 0.0, "validation loss (nats)"),
         (closer, CLOSER_FROM, "the later part, closer"),
     ):
-        _dress(axis)
-        _name(axis, name)
+        dress(axis)
+        name_axis(axis, name)
         _scale_tokens(axis, start * last, last)
         for lone in unfinished:
             axis.plot(list(lone), list(lone.values()), color=FAINT, linewidth=0.8)
@@ -211,7 +211,7 @@ def _draw_list(
 ) -> None:
     """The groups by rank: number, mean final loss, label. `wide`, `tall`: the panel's inches."""
     axis.set_axis_off()
-    _name(axis, "final loss, the best first" if entries else "no complete run yet")
+    name_axis(axis, "final loss, the best first" if entries else "no complete run yet")
     for place, ((loss, label), color) in enumerate(zip(entries, [*colors, FAINT], strict=False)):
         height = 1 - (place + 0.6) * LINE / tall
         for inches, words in ((0.0, str(place + 1) if loss else ""), (0.27, loss), (0.72, label)):

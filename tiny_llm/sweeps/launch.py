@@ -76,15 +76,12 @@ def _start(sweep: Sweep, points: Sequence[Point], crew: Crew) -> None:
     """Hand what is left to the crew, after preparing the caches it needs."""
     in_flight = crew.in_flight(points)
     sweep.add_points(points)
-    left = [
-        point
-        for point in points
-        if point.name not in in_flight and is_left(point, crew.settings.retry_failed)
-    ]
-    done = sum(read_standing(point.directory).complete for point in points)
+    rest = [point for point in points if point.name not in in_flight]
+    left = [point for point in rest if is_left(point, crew.settings.retry_failed)]
+    done = sum(read_standing(point.directory).complete for point in rest)
     print(
         f"sweep {sweep.path}: {len(points)} points, {done} done, {len(in_flight)} still in the queue, "
-        f"{len(left)} to start, {len(points) - done - len(in_flight) - len(left)} failed before",
+        f"{len(left)} to start, {len(rest) - done - len(left)} failed before",
         flush=True,
     )
     if left:

@@ -318,8 +318,11 @@ class Trainer:
             "memory_bytes": self._peak_memory(),
             "identity": {"recipe": recipe_identity(self.config), "data": self.cache.identity},
         }
-        self._plot()
         files.write_json(self.directory / "result.json", result)
+        try:
+            self._plot()
+        except OSError as error:
+            self.progress.say(f"warning: loss.png could not be drawn: {error}")
         return result
 
     def _plot(self) -> None:

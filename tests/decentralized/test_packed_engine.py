@@ -160,8 +160,9 @@ def silent(plan: Plan) -> Batch:
     return torch.zeros(shape, dtype=torch.int64), torch.full(shape, -100)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("topology", TOPOLOGY_NAMES)
+@pytest.mark.parametrize(
+    ("topology", "execution"), [*product(TOPOLOGY_NAMES, ("batched",)), ("one_peer_exponential", "looped")]
+)
 def test_without_gradient_and_decay_awc_and_atc_are_pure_mixing(topology: str, execution: str) -> None:
     """... and the mean over workers moves by no more than rounding."""
     n = 4 if topology in POWERS_OF_TWO_ONLY else 5
@@ -365,13 +366,13 @@ def test_accumulated_micro_batches_equal_one_big_one(
         runtime={"precision": precision},
         optimizer={"grad_clip": 0.5},
     )
-    whole = small_plan(config, updates=5, rows=8, micro_batch_size=8)
-    parts = small_plan(config, updates=5, rows=8, micro_batch_size=micro_batch_size)
+    whole = small_plan(config, updates=3, rows=8, micro_batch_size=8)
+    parts = small_plan(config, updates=3, rows=8, micro_batch_size=micro_batch_size)
     assert whole.accumulation == 1
     assert parts.accumulation == 8 // micro_batch_size
     one, several = engine_of(whole), engine_of(parts)
     generator = torch.Generator().manual_seed(1)
-    for r in range(5):
+    for r in range(3):
         tokens, targets = torch.randint(257, (2, 8, 8), generator=generator)
         if padding != "none":
             targets[1, 1:] = targets[2, :4] = targets[7, ::2] = -100

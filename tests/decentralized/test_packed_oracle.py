@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -96,17 +97,20 @@ def allowed(topology: str, num_models: int) -> bool:
 def rotated(runs: list[tuple[str, str, int]], precision: str, seed: int) -> list[Case]:
     """Give each run its switches, so that each scheme meets each of their 16 combinations equally often.
 
-    With 8 workers most `looped` become `batched`, which takes a third of the time.
+    From 4 workers on every second `looped` becomes `batched`, which takes a third of the time.
     """
     shuffle = random.Random(seed)
     hands: dict[str, list[dict[str, bool | str]]] = {scheme: [] for scheme in SCHEMES}
+    loops: Counter[int] = Counter()
     cases = []
     for place, (scheme, topology, num_models) in enumerate(runs):
         if not hands[scheme]:
             hands[scheme] = shuffle.sample(SWITCHES, len(SWITCHES))
         switches = dict(hands[scheme].pop())
-        if num_models == 8 and shuffle.random() < 0.6:
-            switches["execution"] = "batched"
+        if switches["execution"] == "looped":
+            loops[num_models] += 1
+            if num_models >= 4 and loops[num_models] % 2:
+                switches["execution"] = "batched"
         resume_at = shuffle.randrange(5, UPDATES - 4) if switches.pop("resumes") else 0
         cases.append(
             Case(

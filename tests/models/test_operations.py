@@ -221,7 +221,7 @@ def test_gradcheck_of_the_loss(
 def test_gradcheck_of_rotated_attention(kv_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "ROWS", rows)
     model = replace(llama_of(2, 50.0), head_dim=2, kv_heads=kv_heads)
-    qkv = randn(2, 2, 5, (2 + 2 * kv_heads) * 2).requires_grad_()
+    qkv = randn(2, 1, 5, (2 + 2 * kv_heads) * 2).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: attend(model, {}, 0, x), (qkv,))
 
 

@@ -4,7 +4,7 @@ It shares nothing with the room it checks but the names of the parameters. `loop
 down to single numbers; `ReferenceLlama` is an ordinary module with full logits, an explicit mask and an explicit
 softmax.
 
-B sequences  T positions  D width  H heads  K head dimension
+B sequences  T positions  R = B T rows  D width  H heads  K head dimension  V vocabulary
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(model.width, 3 * model.width, bias=False)
         self.output = nn.Linear(model.width, model.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = (x @ self.qkv.weight.T).view(batch, length, 3 * self.heads, width // self.heads)
+    def forward(self, x_RD: Tensor, length: int) -> Tensor:
+        """Rows are positions, `length` of each sequence after another."""
+        width = x_RD.shape[-1]
+        parts = (x_RD @ self.qkv.weight.T).view(-1, length, 3 * self.heads, width // self.heads)
         turned, v = parts.transpose(1, 2).split([2 * self.heads, self.heads], dim=1)
         q, k = rotate(turned, self.theta).split(self.heads, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
-        heard = (weights @ v).transpose(1, 2).reshape(batch, length, width)
+        weights = torch.softmax(scores.masked_fill(future(length), -math.inf), dim=-1)
+        heard = (weights @ v).transpose(1, 2).reshape(-1, width)
         return heard @ self.output.weight.T
 
 
@@ -75,9 +75,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.width, model.norm_eps)
         self.mlp = Mlp(model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x_RD: Tensor, length: int) -> Tensor:
+        x_RD = x_RD + self.attention(self.attention_norm(x_RD), length)
+        return x_RD + self.mlp(self.mlp_norm(x_RD))
 
 
 class ReferenceLlama(nn.Module):
@@ -90,18 +90,22 @@ class ReferenceLlama(nn.Module):
         self.norm = RMSNorm(model.width, model.norm_eps)
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        x = self.embedding.weight[tokens]
-        for layer in self.layers:
-            x = layer(x)
-        return torch.as_tensor(self.norm(x))
+        """[B, T, D]."""
+        return self._rows(tokens).view(*tokens.shape, -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.hidden_states(tokens) @ self.embedding.weight.T
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy over the targets that are not -100."""
-        logits = self(tokens)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        logits_RV = self._rows(tokens) @ self.embedding.weight.T
+        return functional.cross_entropy(logits_RV, targets.flatten(), ignore_index=-100)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        x_RD: Tensor = self.embedding(tokens.flatten())
+        for layer in self.layers:
+            x_RD = layer(x_RD, tokens.shape[1])
+        return torch.as_tensor(self.norm(x_RD))
 
 
 def reference_llama(model: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype) -> ReferenceLlama:
@@ -111,23 +115,29 @@ def reference_llama(model: ModelConfig, state: dict[str, Tensor], dtype: torch.d
     return reference
 
 
+@functools.cache
+def future(length: int) -> Tensor:
+    """What position t must not see: [T, T]."""
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
 def rotate(x_BHTK: Tensor, theta: float) -> Tensor:
-    """RoPE: the vector at position t of each head, times that position's matrix."""
-    matrices_TKK = rotations(*x_BHTK.shape[-2:], theta).to(x_BHTK.dtype)
-    return torch.einsum("tkl,bhtl->bhtk", matrices_TKK, x_BHTK)
+    """RoPE, Su et al. 2021, eq. 34, with the pair (i, i + K/2) where the paper has (2i, 2i + 1)."""
+    length, head_dim = x_BHTK.shape[-2:]
+    cos, sin = (part.to(x_BHTK.dtype) for part in turns(length, head_dim, theta))
+    return x_BHTK * cos + torch.roll(x_BHTK, head_dim // 2, dims=-1) * sin
 
 
 @functools.cache
-def rotations(length: int, head_dim: int, theta: float) -> Tensor:
-    """R_t of Su et al. 2021, eq. 15, with the pair (i, i + K/2) where the paper has (2i, 2i + 1)."""
-    matrices_TKK = torch.zeros(length, head_dim, head_dim, dtype=torch.float64)
+def turns(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """What x_i and its partner are multiplied with: cos [T, K], and sin [T, K] with its sign."""
+    cos, sin = torch.zeros(2, length, head_dim, dtype=torch.float64)
     for t in range(length):
         for i in range(head_dim // 2):
-            angle, j = t * theta ** (-2 * i / head_dim), i + head_dim // 2
-            matrices_TKK[t, i, i] = matrices_TKK[t, j, j] = math.cos(angle)
-            matrices_TKK[t, i, j] = -math.sin(angle)
-            matrices_TKK[t, j, i] = math.sin(angle)
-    return matrices_TKK
+            angle, partner = t * theta ** (-2 * i / head_dim), i + head_dim // 2
+            cos[t, i] = cos[t, partner] = math.cos(angle)
+            sin[t, i], sin[t, partner] = -math.sin(angle), math.sin(angle)
+    return cos, sin
 
 
 def loop_rms_norm(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,12 +195,18 @@ def _check_sweeping(overrides: list[str], multirun: bool, sweeps: bool) -> None:
 
 
 class user_errors_in_one_line:
-    """Print a UserError as one line on stderr and exit with code 2, without a traceback."""
+    """Print a UserError as one line on stderr and exit with code 2, without a traceback.
+
+    A reader that went away (`| head`) ends the door as it ends other tools: quietly, with 128 + SIGPIPE.
+    """
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if isinstance(error, UserError):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(2) from None

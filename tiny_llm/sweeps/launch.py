@@ -102,14 +102,27 @@ def prepare_caches(points: Sequence[Point]) -> None:
     from tiny_llm.data.loader import check_capacity
     from tiny_llm.data.prepare import ensure_cache
 
-    needed: dict[DataConfig, int] = {}
-    for point in points:
-        data = point.config.data
-        needed[data] = max(point.plan.tokens, needed.get(data, 0))
-    caches = {data: ensure_cache(data, tokens, print) for data, tokens in needed.items()}
+    largest: dict[DataConfig, Point] = {}
+    for point in sorted(points, key=lambda point: point.plan.tokens):
+        largest[point.config.data] = point
+    caches = {}
+    for data, point in largest.items():
+        with _as_if_typed(point.overrides):
+            caches[data] = ensure_cache(data, point.plan.tokens, print)
     for point in points:
         data, length = point.config.data, point.config.model.context_length
-        check_capacity(caches[data], data, length, point.plan.tokens)
+        with _as_if_typed(point.overrides):
+            check_capacity(caches[data], data, length, point.plan.tokens)
+
+
+@contextlib.contextmanager
+def _as_if_typed(overrides: Sequence[str]) -> Iterator[None]:
+    """Have messages that repeat the command line repeat one point's, since no other door takes swept values."""
+    typed, sys.argv = sys.argv, [sys.argv[0], *overrides]
+    try:
+        yield
+    finally:
+        sys.argv = typed
 
 
 def _watch_to_the_end(sweep: Sweep, points: Sequence[Point], crew: Crew) -> None:

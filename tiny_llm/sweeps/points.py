@@ -23,6 +23,7 @@ RECOVERY_MINUTES = 30.0  # under a launcher a run may be preempted any time
 IDENTITY_LETTERS = 8
 LONGEST_NAME = 100  # letters before the identity; file systems allow 255 bytes
 
+OF_THE_SWEEP = {"sweep_name", "dry_run"}  # keys that say nothing about a point
 # Keys that a launcher decides itself, with what to write instead.
 DECIDED_BY_THE_SWEEP = {
     "output_dir": "a sweep names each run's directory itself; name the sweep with sweep_name=",
@@ -72,7 +73,7 @@ def make_points(composed: Sequence[Composed], sweep: Path, known: Mapping[str, s
 def swept_keys(overrides: Sequence[Sequence[str]]) -> set[str]:
     """Return the keys whose values differ between points; all but the sweep's own for a single point."""
     if len(overrides) == 1:
-        return {override_key(text) for text in overrides[0]} - {"sweep_name"}
+        return {override_key(text) for text in overrides[0]} - OF_THE_SWEEP
     everywhere = set(overrides[0]).intersection(*map(set, overrides[1:]))
     return {override_key(text) for one in overrides for text in one if text not in everywhere}
 
@@ -91,7 +92,7 @@ def _point(composed: Composed, sweep: Path, known: Mapping[str, str], swept: set
     name = known.get(identity) or point_name(composed.overrides, swept, identity)
     plan = make_plan(replace(config, output_dir=str(sweep / name)))
     make_topology(num_models=plan.num_models, **vars(config.topology))
-    overrides = tuple(text for text in composed.overrides if override_key(text) != "sweep_name")
+    overrides = tuple(text for text in composed.overrides if override_key(text) not in OF_THE_SWEEP)
     return Point(name, overrides, identity, plan)
 
 

@@ -30,11 +30,18 @@ class SlurmRun(Checkpointable):
             with user_errors_in_one_line():
                 run_point(Path(directory))
         except SystemExit as end:
-            requeueing = environment._usr_sig()
-            if end.code == 128 + requeueing:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what a requeued job gets
-                signal.raise_signal(requeueing)
+            if end.code == 128 + environment._usr_sig():
+                _requeue(environment._usr_sig())
             raise
+
+
+def _requeue(number: int) -> None:
+    """Let submitit's own handler decide; what SLURM sends twice, or on requeueing, is ignored."""
+    handler = signal.getsignal(number)
+    signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert callable(handler)
+    handler(number, None)
 
 
 run_in_slurm = SlurmRun()  # type: ignore[no-untyped-call]

@@ -105,6 +105,19 @@ def test_every_worker_moves_as_with_an_adamw_of_its_own(
     assert_equal(model, optimizer, separate, tolerance)
 
 
+@pytest.mark.parametrize("grad_clip", [None, 0.5])
+def test_bf16_storage_is_trained_and_clipped_too(grad_clip: float | None) -> None:
+    settings = replace(SETTINGS, grad_clip=grad_clip, eps=1e-6)
+    model = random_packed(MODEL, N, torch.float32)
+    model.to(torch.bfloat16)
+    optimizer, separate = PackedAdamW(model, settings), SeparateOptimizers(model, settings)
+    for r in range(3):
+        fill_gradients(model, seed=r, lengths=[0.4, 3.0, 20.0])
+        separate.step(model, 0.01)
+        optimizer.step(0.01)
+    assert_equal(model, optimizer, separate, 0.02)
+
+
 @PRECISIONS
 def test_the_rate_defaults_to_the_configs_and_norms_may_be_given(
     dtype: torch.dtype, tolerance: float

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import operations as op
+from tiny_llm.models.attention import attend
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reference.llama import loop_attention, loop_rms_norm, loop_rotate
@@ -25,6 +27,12 @@ N, B, T, D, V = 3, 2, 5, 8, 11
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def causal_attention(qkv: Tensor, heads: int, theta: float) -> Tensor:
+    """The attention of a Llama of width D."""
+    width = qkv.shape[-1] // 3
+    return attend(ModelConfig(V, 1, width, heads, 4 * width, qkv.shape[-2], theta, 1e-5, 0.02), {}, 0, qkv)
 
 
 # norms, rotations, attention
@@ -51,6 +59,49 @@ def test_rms_norm_of_bf16_reduces_in_fp32_and_rounds_once() -> None:
     assert result.dtype == torch.bfloat16
     off = (result != expected.bfloat16()).float().mean()
     assert off < 0.01, "only ties that fp32 rounds the other way may differ"
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_layer_norm_equals_the_formula_for_packed_and_single_models(eps: float) -> None:
+    x, weight, bias = randn(N, B, T, D) + 3, randn(N, D, seed=1), randn(N, D, seed=2)
+    packed = op.layer_norm(x, weight, bias, eps)
+    for i in range(N):
+        centred = x[i] - x[i].mean(-1, keepdim=True)
+        expected = centred / ((centred**2).sum(-1, keepdim=True) / D + eps) ** 0.5 * weight[i] + bias[i]
+        torch.testing.assert_close(packed[i], expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            op.layer_norm(x[i], weight[i], bias[i], eps), expected, rtol=1e-12, atol=1e-13
+        )
+
+
+def test_layer_norm_of_bf16_reduces_in_fp32_and_rounds_once() -> None:
+    x = (randn(N, B, T, 512) * 30 + 100).bfloat16()
+    weight, bias = (randn(N, 512, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = normed * weight[:, None, None] + bias[:, None, None]
+    packed = op.layer_norm(x, weight, bias, 1e-5)
+    single = torch.stack([op.layer_norm(x[i], weight[i], bias[i], 1e-5) for i in range(N)])
+    for result in (packed, single):
+        assert result.dtype == torch.bfloat16
+        assert (result != expected.bfloat16()).float().mean() < 0.01
+
+
+def test_gelu_is_the_tanh_approximation() -> None:
+    for value in (-3.0, -0.5, 0.0, 0.1, 2.5):
+        inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
+        result = op.gelu(torch.tensor(value, dtype=torch.float64)).item()
+        assert result == pytest.approx(value / 2 * (1 + math.tanh(inner)), rel=1e-14)
+
+
+def test_packed_linear_adds_each_workers_bias() -> None:
+    x, weight, bias = randn(N, B, T, D), randn(N, V, D, seed=1), randn(N, V, seed=2)
+    packed = op.linear(x, weight, bias)
+    for i in range(N):
+        torch.testing.assert_close(packed[i], x[i] @ weight[i].T + bias[i], rtol=1e-13, atol=1e-13)
+        assert torch.equal(op.linear(x[i], weight[i], bias[i]), functional.linear(x[i], weight[i], bias[i]))
+    assert op.linear(x.bfloat16(), weight, bias).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(2, 10000.0), (8, 10000.0), (6, 50.0)])
@@ -86,9 +137,9 @@ def test_rotation_keeps_position_zero_and_every_length() -> None:
 def test_attention_equals_softmax_over_the_past_query_by_query(heads: int) -> None:
     head_dim = D // heads
     qkv = randn(N, B, T, 3 * D) * 2
-    packed = op.causal_attention(qkv, heads, 100.0)
+    packed = causal_attention(qkv, heads, 100.0)
     for i in range(N):
-        single = op.causal_attention(qkv[i], heads, 100.0)
+        single = causal_attention(qkv[i], heads, 100.0)
         for b in range(B):
             for head in range(heads):
                 columns = slice(head * head_dim, (head + 1) * head_dim)
@@ -180,7 +231,7 @@ def test_gradcheck_of_the_loss(packed: bool, block_bytes: int, monkeypatch: pyte
 
 def test_gradcheck_of_norm_rotation_and_attention() -> None:
     qkv = randn(2, 2, 3, 12).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: op.causal_attention(x, 2, 50.0), (qkv,))
+    assert torch.autograd.gradcheck(lambda x: causal_attention(x, 2, 50.0), (qkv,))
     x, weight = randn(2, 2, 3, 4).requires_grad_(), randn(2, 4, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: op.rms_norm(x, w, 1e-2), (x, weight))
 

@@ -18,11 +18,11 @@ One row a group: the complete runs that differ in runtime.seed alone, ranked by 
 beta1, beta2). Columns: the keys that vary; - where a configuration has no such key.
 
   loss, SD, n, best  final loss on the whole validation split in nats: mean over n seeds, sample SD, lowest
-  tokens/s, hours    mean ± SD; hours are those spent in updates
+  tokens/s, hours    mean and SD over the seeds; hours are those spent in updates
   consensus error    of the last train row, relative: mean ||x_i - mean||^2 / ||mean||^2
 
-Runs that are running, interrupted, failed, lost (their process is gone), damaged or repeat a seed are listed
-with their progress and error, and are in no mean.
+Runs that are waiting, running, interrupted, failed, lost (their process is gone) or damaged, or that repeat a
+seed, are listed with their progress and error, and are in no mean.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def parse(arguments: list[str]) -> Request:
         else:
             folders.append(Path(word))
     if not folders:
-        raise UserError("name at least one directory with runs, as python -m tiny_llm.report outputs/sweeps/NAME")
+        raise UserError(
+            "name at least one directory with runs, as python -m tiny_llm.report outputs/sweeps/NAME"
+        )
     out = Path(values.get("out", folders[0]))
     if out.exists() and not out.is_dir() and "out" in values:
         raise UserError(f"out={out} is a file; name a directory")

@@ -23,7 +23,7 @@ def train(composed: Composed) -> None:
     run(plan, resume)
 
 
-main = hydra_door(train)
+main = hydra_door(train, sweeps=True)
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,21 @@ UPDATES = EPOCHS * UPDATES_AN_EPOCH
 PARAMETERS = 1_127_296
 
 
-@functools.cache
 def config_of(*overrides: str) -> Config:
-    return compose(["experiment=quickstart", *overrides]).config()
+    """Compose a config; seeds are put in afterwards, since composing takes long."""
+    seeds = [text for text in overrides if text.startswith("runtime.seed=")]
+    config = _composed(*(text for text in overrides if text not in seeds))
+    for text in seeds:
+        config = replace(config, runtime=replace(config.runtime, seed=int(text.partition("=")[2])))
+    return config
+
+
+@functools.cache
+def _composed(*overrides: str) -> Config:
+    return compose(["model=tiny", "data=stdlib", *overrides]).config()
+
+
+_yaml = functools.cache(to_yaml)
 
 
 def make_run(
@@ -40,9 +53,11 @@ def make_run(
     """Write a run that came to `updates` of UPDATES; only a complete one has a result.json."""
     config = config_of(*overrides)
     directory.mkdir(parents=True)
-    (directory / "resolved.yaml").write_text(to_yaml(config))
+    (directory / "resolved.yaml").write_text(_yaml(config))
     (directory / ".lock").touch()
-    rows = run_rows(loss, updates, seconds, consensus if config.decentralized.scheme != "off" else None, validate_every)
+    rows = run_rows(
+        loss, updates, seconds, consensus if config.decentralized.scheme != "off" else None, validate_every
+    )
     if status == "complete":
         rows.append(rows[-1] | {"event": "final_validation", "loss": loss})
         write_result(directory, loss, seconds, data)
@@ -56,7 +71,9 @@ def write_status(directory: Path, status: str, **facts: Any) -> None:
     (directory / "status.json").write_text(json.dumps(stated | facts))
 
 
-def write_result(directory: Path, loss: float, seconds: float = 200.0, data: str = "0589d4bc80c5d8a3") -> None:
+def write_result(
+    directory: Path, loss: float, seconds: float = 200.0, data: str = "0589d4bc80c5d8a3"
+) -> None:
     tokens = UPDATES * BATCH_TOKENS
     result = {
         "final_validation_loss": loss,
@@ -80,10 +97,14 @@ def run_rows(
         left = 1 - update / UPDATES
         now = loss + 4.5 * math.exp(-update / 60) + 0.5 * left + 0.02 * left * noise.gauss(0, 1)
         common = {"update": update, "epoch": update // UPDATES_AN_EPOCH, "tokens": update * BATCH_TOKENS}
-        train = {"event": "train"} | common | {"loss": now + 0.02, "lr": 0.005 * left, "seconds": seconds}
+        train: dict[str, Any] = (
+            {"event": "train"} | common | {"loss": now + 0.02, "lr": 0.005 * left, "seconds": seconds}
+        )
         if consensus is not None:
             train |= {"local_losses": [now] * 4, "relative_consensus_error": consensus * (1 + left)}
         rows.append(train)
         if update % validate_every == 0:
-            rows.append({"event": "validation"} | common | {"loss": now, "targets": 32768, "seconds": seconds})
+            rows.append(
+                {"event": "validation"} | common | {"loss": now, "targets": 32768, "seconds": seconds}
+            )
     return rows

@@ -107,8 +107,13 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     "overrides",
     [
         ["optimizer.eps=1e-4", "optimizer.grad_clip=null"],
-        ["decentralized=awc", "schedule=wsd", "adaptive_consensus=on"]
-        + ["adaptive_consensus.start_frac=0.5", "adaptive_consensus.p=1e-7"],
+        [
+            "decentralized=awc",
+            "schedule=wsd",
+            "adaptive_consensus=on",
+            "adaptive_consensus.start_frac=0.5",
+            "adaptive_consensus.p=1e-7",
+        ],
         ["data=text", "data.paths=['a b*.txt','on','1e5']", "sample_prompt='null'"],
         ["training.checkpoint_policy=explicit", "training.checkpoint_epochs=[1,3]", "sample_prompt='x: #'"],
     ],

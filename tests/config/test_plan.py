@@ -82,8 +82,13 @@ def test_every_update_belongs_to_the_epoch_that_its_boundary_closes(reference: C
         (["decentralized=awc", "decentralized.num_models=5"], "128000 and 133120"),
         (["decentralized=awc", "training.micro_batch_size=16"], "training.micro_batch_size=32"),
         (
-            ["decentralized=awc", "schedule.min_lr_ratio=0", "adaptive_consensus=on"]
-            + ["adaptive_consensus.p=1", "adaptive_consensus.start_frac=0.9996"],
+            [
+                "decentralized=awc",
+                "schedule.min_lr_ratio=0",
+                "adaptive_consensus=on",
+                "adaptive_consensus.p=1",
+                "adaptive_consensus.start_frac=0.9996",
+            ],
             "gamma is undefined",
         ),
     ],

@@ -77,9 +77,8 @@ def prepared_tokens_per_second(directory: Path, corpus: Path, workers: int) -> f
 
 
 def main() -> None:
-    workers, repeats = (
-        (int(text) for text in [*sys.argv[1:], "2", "5"][:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 5)
-    )
+    workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
     texts = documents()
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)

@@ -23,7 +23,19 @@ def composed(command: str) -> DataConfig:
 
 
 @pytest.mark.parametrize(
-    "path", ["plain.txt", "a b,c.txt", "it's [1]/{x}*.txt", "käse=1/**/$y.txt", "back\\slash"]
+    "path",
+    [
+        "plain.txt",
+        "a b,c.txt",
+        "it's [1]/{x}*.txt",
+        "käse=1/**/$y.txt",
+        "back\\slash",
+        "true",
+        "12",
+        "1e3",
+        "",
+        "NULL",
+    ],
 )
 def test_the_command_gives_the_same_settings(tmp_path: Path, path: str) -> None:
     data = text_settings(

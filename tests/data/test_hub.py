@@ -174,6 +174,14 @@ def test_parquet_is_held_out_by_content_and_read_no_further_than_needed(
     assert not any(is_held_out(text, 0.2) for text in texts_of(tmp_path / "cache", "train"))
 
 
+def test_own_files_without_the_hub_can_train_a_tokenizer(tmp_path: Path) -> None:
+    corpus = write_documents(tmp_path / "a.txt", DOCUMENTS[:100])
+    settings = vars(text_settings(tmp_path, corpus, tokenizer="my/tokenizer"))
+    done = run("http://127.0.0.1:9", settings, 0, tmp_path)
+    assert "cannot read the tokenizer my/tokenizer" in done.stdout
+    assert done.stdout.strip().endswith("data.tokenizer=bpe trains one on your files")
+
+
 def test_own_files_can_use_a_tokenizer_of_the_hub(tmp_path: Path, tokenizer: Repository) -> None:
     corpus = write_documents(tmp_path / "a.txt", DOCUMENTS[:100])
     settings = vars(text_settings(tmp_path, corpus, tokenizer="my/tokenizer"))

@@ -231,7 +231,7 @@ def test_prepare_follows_a_corpus_that_has_grown_while_training_does_not(tmp_pat
     ("documents", "message"),
     [
         (["only one"], r"0 validation documents.*data\.separator"),
-        (["one", "two", "three"], r"3 train documents and 0 validation.*use data\.held_out_share=0\.\d+"),
+        (["one", "two", "three"], r"3 train documents and 0 validation.*with data\.held_out_share=0\.\d+"),
     ],
 )
 def test_a_corpus_that_leaves_a_split_empty_is_refused_with_what_helps(
@@ -241,7 +241,7 @@ def test_a_corpus_that_leaves_a_split_empty_is_refused_with_what_helps(
     with pytest.raises(UserError, match=message) as refused:
         ensure_cache(data, 0, silent)
     assert not Path(data.cache_dir).exists()
-    if "use data.held_out_share=" in str(refused.value):
+    if "with data.held_out_share=" in str(refused.value):
         share = float(str(refused.value).rpartition("=")[2])
         assert ensure_cache(replace(data, held_out_share=share), 0, silent).validation_tokens > 1
 

@@ -19,7 +19,11 @@ from reference.llama import ReferenceLlama
 from reference.small import base_config
 
 SMALL = base_config().model
-MODELS = [SMALL, replace(SMALL, layers=3, width=10, heads=1, ffn_width=7), replace(SMALL, width=64, ffn_width=64)]
+MODELS = [
+    SMALL,
+    replace(SMALL, layers=3, width=10, heads=1, ffn_width=7),
+    replace(SMALL, width=64, ffn_width=64),
+]
 by_model = pytest.mark.parametrize("model", MODELS, ids=["small", "odd", "aligned"])
 
 
@@ -60,7 +64,12 @@ def test_matrices_come_first_and_are_what_decays(model: ModelConfig) -> None:
 def test_what_decays_moves_to_the_front_in_its_order() -> None:
     specs = tuple(
         ParameterSpec(name, shape, decays, None)
-        for name, shape, decays in (("a", (3,), False), ("b", (2, 40), True), ("c", (64,), False), ("d", (1, 1), True))
+        for name, shape, decays in (
+            ("a", (3,), False),
+            ("b", (2, 40), True),
+            ("c", (64,), False),
+            ("d", (1, 1), True),
+        )
     )
     layout = Layout.of(specs)
     assert [(entry.name, entry.start, entry.padded_numel) for entry in layout.entries] == [

@@ -47,7 +47,9 @@ def test_a_step_is_the_product_with_the_mixing_matrix(name: str, gamma: float) -
 
 
 @pytest.mark.parametrize("columns", [1, 6, 7, 8, 13, 14, 15, 100])
-def test_mixing_in_blocks_gives_the_bits_of_mixing_at_once(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixing_in_blocks_gives_the_bits_of_mixing_at_once(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peers = make_topology("ring", 5).peers(0)
     whole, blocks = random_arena(5, columns), random_arena(5, columns)
     mix_(whole, peers, 0.7)
@@ -136,7 +138,9 @@ def test_consensus_error_equals_the_loop(
     monkeypatch.setattr(mixing, "BLOCK", block)
     for workers in (1, 2, 5):
         arena = random_arena(workers, 83, dtype) + 0.5
-        assert consensus_error(arena) == pytest.approx(looped_consensus_error(arena), rel=tolerance, abs=1e-14)
+        assert consensus_error(arena) == pytest.approx(
+            looped_consensus_error(arena), rel=tolerance, abs=1e-14
+        )
 
 
 def test_equal_workers_have_no_consensus_error_and_zeros_divide_by_nothing() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiny_llm.config.parameters import count_parameters, parameter_specs
 from tiny_llm.config.schema import ModelConfig
+from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
 from tiny_llm.models.decoder import Decoder, hidden_states, loss_sums
 from tiny_llm.packed import local_mean_losses
@@ -32,7 +33,7 @@ MODELS = {
     ),
 }  # fmt: skip
 PRECISIONS = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
-BLOCKS = [64, 4 * 61 * 5, 2**26]  # bytes of logits: a target at a time, a few, all
+BLOCKS = [64, 8 * 61 * 5, 2**26]  # bytes of logits: a target at a time, a few, all
 by_precision = pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=["fp64", "fp32"])
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 
@@ -66,6 +67,7 @@ def test_one_model_equals_the_plain_llama(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(cpu_attention, "ROWS", 128 if block_bytes == 2**26 else 4)
     state = random_state(model, 0)
     reference = reference_llama(model, state, dtype)
     decoder = Decoder(model, dtype)
@@ -105,6 +107,7 @@ def test_packed_models_equal_plain_llamas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(cpu_attention, "ROWS", 128 if block_bytes == 2**26 else 4)
     packed = random_packed(model, N, dtype)
     tokens, targets = rows(model)
     states = hidden_states(model, packed.packed(), tokens, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny_llm.config.schema import ModelConfig
+from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
 from tiny_llm.models.attention import attend
 
@@ -27,12 +29,6 @@ N, B, T, D, V = 3, 2, 5, 8, 11
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def causal_attention(qkv: Tensor, heads: int, theta: float) -> Tensor:
-    """The attention of a Llama of width D."""
-    width = qkv.shape[-1] // 3
-    return attend(ModelConfig(V, 1, width, heads, 4 * width, qkv.shape[-2], theta, 1e-5, 0.02), {}, 0, qkv)
 
 
 # norms, rotations, attention
@@ -133,13 +129,25 @@ def test_rotation_keeps_position_zero_and_every_length() -> None:
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
 
 
+def llama_of(heads: int, rope_theta: float) -> ModelConfig:
+    return ModelConfig(
+        V, layers=1, width=D, heads=heads, ffn_width=4, context_length=T, rope_theta=rope_theta,
+        norm_eps=1e-5, init_std=0.02,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 128])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_attention_equals_softmax_over_the_past_query_by_query(heads: int) -> None:
-    head_dim = D // heads
+def test_attention_equals_softmax_over_the_past_query_by_query(
+    heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... whether rows go through in blocks of one, in blocks with a rest, or at once."""
+    monkeypatch.setattr(cpu_attention, "ROWS", rows)
+    model, head_dim = llama_of(heads, 100.0), D // heads
     qkv = randn(N, B, T, 3 * D) * 2
-    packed = causal_attention(qkv, heads, 100.0)
+    packed = attend(model, {}, 0, qkv)
     for i in range(N):
-        single = causal_attention(qkv[i], heads, 100.0)
+        single = attend(model, {}, 0, qkv[i])
         for b in range(B):
             for head in range(heads):
                 columns = slice(head * head_dim, (head + 1) * head_dim)
@@ -147,6 +155,23 @@ def test_attention_equals_softmax_over_the_past_query_by_query(heads: int) -> No
                 expected = torch.from_numpy(loop_attention(loop_rotate(q, 100.0), loop_rotate(k, 100.0), v))
                 torch.testing.assert_close(single[b, :, columns], expected, rtol=1e-12, atol=1e-13)
                 torch.testing.assert_close(packed[i, b, :, columns], expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_query_heads_share_key_and_value_heads_in_order(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "ROWS", 2)
+    model = replace(llama_of(4, 100.0), kv_heads=kv_heads)
+    q, k, v = (randn(B, T, heads, 2, seed=s) for s, heads in enumerate((4, kv_heads, kv_heads)))
+    mixed = attend(model, {}, 0, torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1))
+    for b in range(B):
+        for head in range(4):
+            heard = head * kv_heads // 4
+            turned = [loop_rotate(part.numpy(), 100.0) for part in (q[b, :, head], k[b, :, heard])]
+            expected = torch.from_numpy(loop_attention(*turned, v[b, :, heard].numpy()))
+            found = mixed[b, :, 2 * head : 2 * head + 2]
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_swiglu_takes_the_gate_from_the_first_half() -> None:
@@ -171,7 +196,8 @@ def test_packed_linear_and_embedding_give_each_worker_its_own_weights() -> None:
 
 # head and loss
 
-BLOCKS = [1, 4 * V * 2, 4 * V * N * 3, 2**20]  # bytes: a target a block, a few with a rest, all at once
+# Bytes of a block of logits, and of a strip in it: a target at once, a few with a rest, all.
+BLOCKS = [(1, 1), (8 * V * 2, 1), (8 * V * N * 3, 4 * V * 2), (2**20, 4 * V * 3), (2**20, 2**20)]
 
 
 def targets_with_holes(seed: int = 5) -> Tensor:
@@ -192,11 +218,12 @@ def plain_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("block_bytes", BLOCKS)
+@pytest.mark.parametrize(("block_bytes", "strip_bytes"), BLOCKS)
 def test_the_loss_in_blocks_and_its_gradients_equal_plain_cross_entropy(
-    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    block_bytes: int, strip_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(op, "STRIP_BYTES", strip_bytes)
     x, weight = randn(N, B, T, D).requires_grad_(), randn(N, V, D, seed=1).requires_grad_()
     targets, factors = targets_with_holes(), torch.tensor([1.0, -0.5, 3.0], dtype=torch.float64)
     expected = plain_losses(x, weight, targets)
@@ -217,10 +244,13 @@ def test_the_loss_in_blocks_and_its_gradients_equal_plain_cross_entropy(
             torch.testing.assert_close(gradient[i], whole[i], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("block_bytes", BLOCKS)
+@pytest.mark.parametrize(("block_bytes", "strip_bytes"), BLOCKS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradcheck_of_the_loss(packed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradcheck_of_the_loss(
+    packed: bool, block_bytes: int, strip_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(op, "LOGIT_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(op, "STRIP_BYTES", strip_bytes)
     x, weight = randn(2, 2, 3, 4).requires_grad_(), randn(2, 5, 4, seed=1).requires_grad_()
     targets = torch.tensor([[[0, 4, -100], [2, 2, 1]], [[-100, -100, 3], [0, 1, 2]]])
     arguments = (
@@ -229,9 +259,16 @@ def test_gradcheck_of_the_loss(packed: bool, block_bytes: int, monkeypatch: pyte
     assert torch.autograd.gradcheck(op.cross_entropy_sum, arguments)
 
 
-def test_gradcheck_of_norm_rotation_and_attention() -> None:
-    qkv = randn(2, 2, 3, 12).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: causal_attention(x, 2, 50.0), (qkv,))
+@pytest.mark.parametrize("rows", [1, 2, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gradcheck_of_rotated_attention(kv_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "ROWS", rows)
+    model = replace(llama_of(2, 50.0), head_dim=2, kv_heads=kv_heads)
+    qkv = randn(2, 2, 5, (2 + 2 * kv_heads) * 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: attend(model, {}, 0, x), (qkv,))
+
+
+def test_gradcheck_of_norms() -> None:
     x, weight = randn(2, 2, 3, 4).requires_grad_(), randn(2, 4, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: op.rms_norm(x, w, 1e-2), (x, weight))
 

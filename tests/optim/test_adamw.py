@@ -73,7 +73,9 @@ class SeparateOptimizers:
             optimizer.step()
 
 
-def assert_equal(model: PackedLlama, optimizer: PackedAdamW, separate: SeparateOptimizers, tolerance: float) -> None:
+def assert_equal(
+    model: PackedLlama, optimizer: PackedAdamW, separate: SeparateOptimizers, tolerance: float
+) -> None:
     for i in range(model.num_models):
         weights = model.local_state_dict(i)
         first = model.layout.views(optimizer.first_moment_storage[i])
@@ -104,7 +106,9 @@ def test_every_worker_moves_as_with_an_adamw_of_its_own(
 
 
 @PRECISIONS
-def test_the_rate_defaults_to_the_configs_and_norms_may_be_given(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_rate_defaults_to_the_configs_and_norms_may_be_given(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     model = random_packed(MODEL, N, dtype)
     optimizer, separate = PackedAdamW(model, SETTINGS), SeparateOptimizers(model, SETTINGS)
     for r in range(2):
@@ -183,7 +187,9 @@ def test_a_huge_gradient_is_clipped_alone(dtype: torch.dtype) -> None:
         optimizer = PackedAdamW(model, SETTINGS)
         fill_gradients(model, seed=0, lengths=[0.5, length, 2.0])
         optimizer.step()
-        after.append((model.parameter_storage, optimizer.first_moment_storage, optimizer.second_moment_storage))
+        after.append(
+            (model.parameter_storage, optimizer.first_moment_storage, optimizer.second_moment_storage)
+        )
     for small, huge in zip(*after, strict=True):
         for other in (0, 2):
             assert torch.equal(small[other], huge[other])
@@ -205,7 +211,9 @@ def test_gradient_norms_are_each_workers_own() -> None:
     model = random_packed(MODEL, N, torch.float64)
     fill_gradients(model, seed=0, lengths=[0.5, 7.0, 1e5])
     assert model.gradient_norms().tolist() == pytest.approx([0.5, 7.0, 1e5], rel=1e-12)
-    total = sum(float(x) ** 2 for v in model.layout.views(model.gradient_storage[1]).values() for x in v.flatten())
+    total = sum(
+        float(x) ** 2 for v in model.layout.views(model.gradient_storage[1]).values() for x in v.flatten()
+    )
     assert model.gradient_norms()[1].item() == pytest.approx(math.sqrt(total), rel=1e-12)
 
 

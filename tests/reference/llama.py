@@ -44,11 +44,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for part in (x @ self.qkv.weight.T).split(width, dim=-1)
-        )
-        q, k = rotate(q, self.theta), rotate(k, self.theta)
+        parts = (x @ self.qkv.weight.T).view(batch, length, 3 * self.heads, width // self.heads)
+        turned, v = parts.transpose(1, 2).split([2 * self.heads, self.heads], dim=1)
+        q, k = rotate(turned, self.theta).split(self.heads, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
@@ -132,7 +130,9 @@ def rotations(length: int, head_dim: int, theta: float) -> Tensor:
     return matrices_TKK
 
 
-def loop_rms_norm(x_TD: NDArray[np.float64], weight_D: NDArray[np.float64], eps: float) -> NDArray[np.float64]:
+def loop_rms_norm(
+    x_TD: NDArray[np.float64], weight_D: NDArray[np.float64], eps: float
+) -> NDArray[np.float64]:
     """RMSNorm, one number at a time."""
     result = np.zeros_like(x_TD)
     for t in range(x_TD.shape[0]):

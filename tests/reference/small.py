@@ -45,10 +45,14 @@ def base_config() -> Config:
 def small_config(**sections: dict[str, Any]) -> Config:
     """`base_config` with keys of some sections replaced: small_config(model={"layers": 2})."""
     config = base_config()
-    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
+    return replace(
+        config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    )
 
 
-def small_plan(config: Config, updates: int = 25, rows: int = ROWS, micro_batch_size: int | None = None) -> Plan:
+def small_plan(
+    config: Config, updates: int = 25, rows: int = ROWS, micro_batch_size: int | None = None
+) -> Plan:
     """The Plan of `updates` updates with `rows` sequences a worker in each."""
     tokens = config.decentralized.num_models * rows * config.model.context_length
     training = replace(config.training, batch_tokens=tokens, micro_batch_size=micro_batch_size)
@@ -66,7 +70,9 @@ def batches(plan: Plan, count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     vocabulary = plan.config.model.vocab_size
     tokens = torch.randint(vocabulary, shape, generator=generator)
     targets = torch.randint(vocabulary, shape, generator=generator)
-    ignored = torch.rand(shape, generator=generator) < torch.rand(shape[:2], generator=generator)[..., None] / 2
+    ignored = (
+        torch.rand(shape, generator=generator) < torch.rand(shape[:2], generator=generator)[..., None] / 2
+    )
     ignored[..., 0] = False  # no row without a target
     return list(zip(tokens, targets.masked_fill(ignored, -100), strict=True))
 
@@ -75,7 +81,7 @@ def random_state(model: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Weights far from their initial ones, in fp64: attention looks somewhere, norms scale each width apart."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        spec.name: torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.4
+        spec.name: torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.3
         + (0.0 if spec.decays else 1.0)
         for spec in parameter_specs(model)
     }

@@ -28,9 +28,7 @@ from .llama import reference_llama
 class HandTrainedWorkers:
     """N models and N optimizers; `update` is one synchronous step of all of them."""
 
-    def __init__(
-        self, config: Config, updates: int, initial: dict[str, Tensor], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: Config, updates: int, initial: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.config, self.updates = config, updates
         workers = config.decentralized.num_models
         self.models = [reference_llama(config.model, initial, dtype) for _ in range(workers)]

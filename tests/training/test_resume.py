@@ -50,8 +50,9 @@ def whole(request: pytest.FixtureRequest) -> Path:
 
 def test_a_run_leaves_what_its_directory_promises(single: Path) -> None:
     names = {path.name for path in single.iterdir()}
-    promised = "resolved.yaml environment.json run.log metrics.jsonl best.json status.json result.json loss.png final.pt"
-    assert set(promised.split()) < names
+    settings = {"resolved.yaml", "environment.json"}
+    results = {"run.log", "metrics.jsonl", "best.json", "status.json", "result.json", "loss.png", "final.pt"}
+    assert settings | results < names
     assert not [name for name in names if name.endswith(".tmp") or name == "recovery.pt"]
     events = [row["event"] for row in rows_of(single)]
     assert (events.count("validation"), events[-1], status_of(single)) == (4, "final_validation", "complete")
@@ -59,6 +60,13 @@ def test_a_run_leaves_what_its_directory_promises(single: Path) -> None:
     result = json.loads((single / "result.json").read_text())
     assert last["tokens"] == result["tokens"] == last["update"] * 512
     assert rows_of(single)[0]["loss"] > result["final_validation_loss"]
+
+
+def test_resuming_a_complete_run_changes_nothing(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    train(f"resume={whole}")
+    assert "is complete; nothing is left to do" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
 def test_twice_the_same_run_gives_the_same_bits(

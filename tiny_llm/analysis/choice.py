@@ -42,11 +42,15 @@ def baselines(report: Report, text: str) -> dict[int, Group]:
     argument = f"baseline={text}"
     key, value = _condition(report, text, argument)
     if key not in report.keys:
-        raise UserError(f"{argument}: {key} is the same in all runs; keys that vary are {_listed(report.keys)}")
+        raise UserError(
+            f"{argument}: {key} is the same in all runs; keys that vary are {_listed(report.keys)}"
+        )
     bases = [group for group in report.groups if _equals(group, key, value)]
     if not bases:
-        known = dict.fromkeys(value_of(group.settings, key) for group in report.groups)
-        raise UserError(f"{argument}: no complete run has this value; complete are {_listed(known)}")
+        known = dict.fromkeys(
+            value_of(group.settings, key) for group in report.groups if key in group.settings
+        )
+        raise UserError(f"{argument}: no complete run has this value; {key} is {_listed(known)} in the table")
     free = {key, *report.followers(key)}
     matches = {
         group.number: [base for base in bases if _alike(group, base, set(report.keys) - free)]
@@ -93,7 +97,9 @@ def _condition(report: Report, text: str, argument: str) -> tuple[str, str]:
         raise UserError(f"{argument}: '{word}' may be {_listed(named)}; write the key whole")
     if not named:
         near = nearest(word, [name for key in known for name in names_of(key)])
-        raise UserError(f"{argument}: unknown key '{word}'{near or f'; keys that vary are {_listed(report.keys)}'}")
+        raise UserError(
+            f"{argument}: unknown key '{word}'{near or f'; keys that vary are {_listed(report.keys)}'}"
+        )
     return named[0], value
 
 

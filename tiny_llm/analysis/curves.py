@@ -69,7 +69,7 @@ def draw_run(rows: Sequence[Row], title: str) -> Figure:
 
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for panel in panels:
-        _dress(panel)
+        dress(panel)
     _scale_tokens(panels[-1], rows)
     _draw_rate(panels[-1], train)
     if consensus:
@@ -101,7 +101,7 @@ def condense(rows: Sequence[Row]) -> list[Row]:
 
 
 def _draw_loss(axis: Axes, rows: Sequence[Row]) -> None:
-    _name(axis, "loss (nats)")
+    name_axis(axis, "loss (nats)")
     _draw_losses(axis, rows)
     _label_ends(axis, _end_labels(rows))
     if not rows:
@@ -119,7 +119,7 @@ def _draw_close_up(axis: Axes, rows: Sequence[Row]) -> None:
     corner = (CLOSE_UP_LEFT - 0.08, CLOSE_UP_BOTTOM - 0.08)
     axis.add_patch(Rectangle(corner, 1, 1, transform=axis.transAxes, color="white", zorder=1))
     close_up = axis.inset_axes((CLOSE_UP_LEFT, CLOSE_UP_BOTTOM, CLOSE_UP_WIDTH, CLOSE_UP_HEIGHT))
-    _dress(close_up)
+    dress(close_up)
     close_up.tick_params(labelsize=8)
     close_up.set_title("the second half, closer", loc="left", fontsize=8, color=FAINT, pad=3)
     _scale_tokens(close_up, rows)
@@ -183,7 +183,7 @@ def _draw_consensus(axis: Axes, train: Sequence[Row]) -> None:
     """The error's scale is logarithmic: exact consensus (0) is a gap. A gamma that stays 1 is not drawn."""
     from matplotlib.ticker import NullFormatter
 
-    _name(axis, "relative consensus error", CONSENSUS)
+    name_axis(axis, "relative consensus error", CONSENSUS)
     tokens, error = _series(train, "relative_consensus_error")
     tokens, error = tokens[error > 0], error[error > 0]
     _line(axis, tokens, error, CONSENSUS)
@@ -194,7 +194,7 @@ def _draw_consensus(axis: Axes, train: Sequence[Row]) -> None:
     tokens, gamma = _series(train, "mixing_gamma")
     if np.any(gamma != 1):
         second = axis.twinx()
-        _dress(second)
+        dress(second)
         second.grid(False)
         _line(second, tokens, gamma, GAMMA)
         second.set_ylim(0, 1.1)
@@ -204,7 +204,7 @@ def _draw_consensus(axis: Axes, train: Sequence[Row]) -> None:
 
 
 def _draw_rate(axis: Axes, train: Sequence[Row]) -> None:
-    _name(axis, "learning rate")
+    name_axis(axis, "learning rate")
     tokens, rate = _series(train, "lr")
     _line(axis, tokens, rate, RATE)
     axis.fill_between(tokens, 0, rate, color=RATE, alpha=0.12, linewidth=0)
@@ -232,11 +232,11 @@ def _label_ends(axis: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
         floor = height + half_height
 
 
-def _name(axis: Axes, text: str, color: str = INK) -> None:
+def name_axis(axis: Axes, text: str, color: str = INK) -> None:
     axis.set_title(text, loc="left", fontsize=9, color=color, pad=4)
 
 
-def _dress(axis: Axes) -> None:
+def dress(axis: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#bbbbbb")
     axis.tick_params(which="both", color="#bbbbbb", labelcolor="#555555", labelsize=9, length=3)

@@ -62,7 +62,9 @@ class Report:
 
     def swept_keys(self) -> list[str]:
         """Return the keys that vary among the groups, without those that follow from another."""
-        varying = [key for key in self.keys if len({identity(one, (key,)) for one in self.configurations}) > 1]
+        varying = [
+            key for key in self.keys if len({identity(one, (key,)) for one in self.configurations}) > 1
+        ]
         return swept_keys(self.configurations, varying)
 
     def followers(self, key: str) -> list[str]:

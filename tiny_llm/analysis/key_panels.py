@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiny_llm.analysis.curves import FAINT, _dress, _name
+from tiny_llm.analysis.curves import FAINT, dress, name_axis
 from tiny_llm.analysis.groups import Group, Report
 from tiny_llm.analysis.keys import MISSING, identity, short_name, value_of
 from tiny_llm.analysis.runs import LOSS
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 SPREAD = 0.5  # how much of a value's place its groups may take
 CROWDED = 34  # letters that the values' names may have before they are slanted
-FAR = 6.0  # a loss this many times farther from the best than the median is beyond the panel
+FAR, NEAR = 10.0, 0.5  # farther from the best than 10 times the median is, and than 0.5 nats: off the panel
 
 
 def draw_key(axis: Axes, report: Report, key: str, colors: Sequence[str]) -> None:
     """Draw the final loss of every group against its value of `key`."""
-    _dress(axis)
+    dress(axis)
     axis.grid(False, axis="x")
-    _name(axis, f"final loss against {key}")
+    name_axis(axis, f"final loss against {key}")
     following = report.followers(key)
     if following:
         text = f"and with it {', '.join(short_name(other) for other in following)}"
@@ -39,10 +39,15 @@ def draw_key(axis: Axes, report: Report, key: str, colors: Sequence[str]) -> Non
         shift = (place - (len(families) - 1) / 2) * SPREAD / max(len(families), 4)
         places = [(values.index(value_of(group.settings, key)) + shift, group) for group in family]
         _draw_family(axis, sorted(places, key=lambda one: one[0]), colors)
-    crowded = len("".join(values)) > CROWDED
-    axis.set_xticks(range(len(values)), values, rotation=20 if crowded else 0, ha="right" if crowded else "center")
+    slant, side = (20, "right") if is_crowded(report, key) else (0, "center")
+    axis.set_xticks(range(len(values)), values, rotation=slant, ha=side)
     axis.set_xlim(-0.5, len(values) - 0.5)
-    _leave_out_the_far(axis, report)
+    _end_above_the_nearest(axis, report)
+
+
+def is_crowded(report: Report, key: str) -> bool:
+    """Whether the names of a key's values must be slanted to fit."""
+    return len("".join(_ordered_values(report, key))) > CROWDED
 
 
 def _draw_family(axis: Axes, places: Sequence[tuple[float, Group]], colors: Sequence[str]) -> None:
@@ -55,15 +60,22 @@ def _draw_family(axis: Axes, places: Sequence[tuple[float, Group]], colors: Sequ
         axis.errorbar(x, loss.mean, loss.sd or 0, color=color, marker="o", markersize=5, capsize=2, zorder=3)
 
 
-def _leave_out_the_far(axis: Axes, report: Report) -> None:
-    """End the panel above most groups where a few, diverged, would press all others flat; and say so."""
-    losses = [group.statistics[LOSS].mean for group in report.groups]
-    top = losses[0] + FAR * (statistics.median(losses) - losses[0])
-    beyond = [group.number for group in report.groups if group.statistics[LOSS].mean > top > losses[0]]
-    if beyond:
-        axis.set_ylim(top=top)
-        text = f"above: {', '.join(str(number) for number in beyond)}"
-        axis.set_title(text, loc="right", fontsize=8, color=FAINT, pad=4)
+def nearest_groups(report: Report) -> list[Group]:
+    """Return the groups without those that are far above most: diverged, they would press all others flat."""
+    losses = [group.statistics[LOSS].mean for group in report.groups] or [0.0]
+    top = losses[0] + max(FAR * (statistics.median(losses) - losses[0]), NEAR)
+    return [group for group, loss in zip(report.groups, losses, strict=False) if loss <= top]
+
+
+def _end_above_the_nearest(axis: Axes, report: Report) -> None:
+    near = nearest_groups(report)
+    if len(near) == len(report.groups):
+        return
+    losses = [run.metrics[LOSS] for group in near for run in group.runs]
+    margin = 0.1 * (max(losses) - min(losses))
+    axis.set_ylim(min(losses) - margin, max(losses) + margin)
+    above = ", ".join(str(group.number) for group in report.groups[len(near) :])
+    axis.set_title(f"above: {above}", loc="right", fontsize=8, color=FAINT, pad=4)
 
 
 def _ordered_values(report: Report, key: str) -> list[str]:

@@ -54,7 +54,12 @@ def varying_keys(configurations: Sequence[Settings]) -> tuple[str, ...]:
 
 
 def followers(configurations: Sequence[Settings], keys: Sequence[str], key: str) -> list[str]:
-    """Return the keys whose value follows from that of `key`: each value of `key` always meets the same one."""
+    """Return the keys whose value follows from that of `key`: each value of `key` always meets the same one.
+
+    Nothing follows from a key that some have not: the choice that brings it comes first.
+    """
+    if any(key not in one for one in configurations):
+        return []
     values = len({value_of(one, key) for one in configurations})
     return [
         other

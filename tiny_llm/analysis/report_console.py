@@ -42,7 +42,9 @@ def rich_table(table: TextTable) -> Table:
     """Return the table for rich; a key stands in two lines, section above, and no cell is read as markup."""
     rich = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for header, numeric in zip(table.headers, table.numeric, strict=True):
-        rich.add_column(Text(header.replace(".", ".\n", 1)), justify="right" if numeric else "left", no_wrap=True)
+        rich.add_column(
+            Text(header.replace(".", ".\n", 1)), justify="right" if numeric else "left", no_wrap=True
+        )
     for row in table.rows:
         rich.add_row(*(Text(cell) for cell in row))
     return rich

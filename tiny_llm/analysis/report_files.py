@@ -15,6 +15,7 @@ from typing import Any
 
 from tiny_llm import files
 from tiny_llm.analysis.groups import Group, Report
+from tiny_llm.analysis.keys import value_of
 from tiny_llm.analysis.paired import Difference
 from tiny_llm.analysis.runs import METRICS, RunRecord
 from tiny_llm.analysis.tables import (
@@ -42,7 +43,7 @@ def write_csv(path: Path, report: Report, against: Against) -> None:
         writer.writerow(
             [
                 group.number,
-                *(group.settings.get(key) for key in report.keys),
+                *(value_of(group.settings, key) if key in group.settings else None for key in report.keys),
                 *numbers,
                 *(_difference_columns(against.get(group.number)) if against is not None else []),
                 " ".join(str(seed) for seed in group.seeds),
@@ -115,4 +116,7 @@ DEFINITIONS = """\
 
 def markdown_table(table: TextTable) -> list[str]:
     rule = ["--:" if numeric else ":--" for numeric in table.numeric]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (table.headers, rule, *table.rows)]
+    return [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in (table.headers, rule, *table.rows)
+    ]

@@ -22,15 +22,13 @@ from tiny_llm.config.errors import UserError
 from tiny_llm.config.saved import NOT_THE_RECIPE, flatten
 
 # What is measured of a complete run, the most important first.
-LOSS, SPEED, HOURS, CONSENSUS = (
-    "final_validation_loss",
-    "tokens_per_second",
-    "hours",
-    "relative_consensus_error",
-)
-METRICS = (LOSS, SPEED, HOURS, CONSENSUS)
+METRICS = ("final_validation_loss", "tokens_per_second", "hours", "relative_consensus_error")
+LOSS, SPEED, HOURS, CONSENSUS = METRICS
 
 SEED = "runtime.seed"
+# What a run directory begins with: the trainer's config, or the config that a sweep has handed to a job.
+BEGINNINGS = frozenset({"resolved.yaml", "composed.yaml"})
+
 # Keys that say nothing where decentralized.scheme is off: their values there are defaults, not choices.
 UNUSED_WHEN_OFF = ("topology.", "adaptive_consensus.", "decentralized.mix_every")
 
@@ -39,7 +37,7 @@ UNUSED_WHEN_OFF = ("topology.", "adaptive_consensus.", "decentralized.mix_every"
 class RunRecord:
     """One run as its directory tells it.
 
-    settings: the leaves of its config that decide its numbers, the seed apart.
+    settings: the leaves of its config that decide its numbers, the seed apart; none before it has begun.
     metrics: those of METRICS that it has; empty unless it is complete.
     curve: validation loss (nats, the subset of each epoch's end) by training tokens so far.
     update, loss: of its newest row; updates: how many it is to make.
@@ -65,13 +63,9 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for folder in folders:
         if folder.is_file():
-            raise UserError(
-                f"{folder} is a file; name the directory of a run or of a sweep, as {folder.parent}"
-            )
+            raise UserError(f"{folder} is a file; name the directory of a run or a sweep, as {folder.parent}")
         if not folder.is_dir():
-            raise UserError(
-                f"{folder} does not exist; name the directory of a run, of a sweep or of many runs"
-            )
+            raise UserError(f"{folder} does not exist; name the directory of a run, a sweep or many runs")
         here = list(_walk(folder))
         if not here:
             raise UserError(
@@ -84,12 +78,21 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Give the run directories in sorted order; nothing lies below a run, hidden folders are not ours."""
+    """Give the run directories, sorted; a sweep names its points, begun or not; hidden folders are skipped."""
     for place, inside, names in os.walk(folder):
-        if "resolved.yaml" in names:
-            inside.clear()
+        if not BEGINNINGS.isdisjoint(names):
+            inside.clear()  # nothing of ours lies below a run
             yield Path(place)
+        if "sweep.json" in names:
+            yield from (Path(place) / name for name in _point_names(Path(place) / "sweep.json"))
         inside[:] = sorted(name for name in inside if not name.startswith("."))
+
+
+def _point_names(path: Path) -> list[str]:
+    try:
+        return sorted(_read_json(path).get("points", {}))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: {_one_line(error)}; move it away to see the runs alone") from None
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -107,8 +110,11 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the leaves that decide numbers; none for a point of a sweep that has not begun."""
     from omegaconf import OmegaConf
 
+    if not path.exists():
+        return {}
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     leaves = {key: value for key, value in flatten(values).items() if key not in NOT_THE_RECIPE}
     if leaves.get("decentralized.scheme") == "off":
@@ -121,7 +127,7 @@ def _read_progress(directory: Path, settings: Mapping[str, Any], seed: Any) -> R
     stated = _read_json(directory / "status.json")
     result = _read_json(directory / "result.json")
     curve, train, newest = _read_metrics(directory / "metrics.jsonl")
-    status, reason = _judge(directory, stated, result)
+    status, reason = _judge(directory, settings, stated, result)
     return RunRecord(
         directory,
         status,
@@ -159,7 +165,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[str, Any], dict[st
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         validation = [json.loads(line) for line in lines if b'"validation"' in line]
-        train = next((json.loads(line) for line in reversed(lines) if b'"train"' in line), {})
+        train: dict[str, Any] = next((json.loads(line) for line in reversed(lines) if b'"train"' in line), {})
         newest = json.loads(lines[-1]) if lines else {}
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged: {error}") from None
@@ -167,10 +173,14 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[str, Any], dict[st
     return curve, train, newest
 
 
-def _judge(directory: Path, stated: dict[str, Any], result: dict[str, Any]) -> tuple[str, str]:
+def _judge(
+    directory: Path, settings: Mapping[str, Any], stated: dict[str, Any], result: dict[str, Any]
+) -> tuple[str, str]:
     """Return a run's status and why it does not count; the reason of a complete one is empty."""
     status = str(stated.get("status", "unknown"))
     if status == "complete":
+        if not settings:
+            return "damaged", "status.json says complete, but resolved.yaml is missing or empty"
         if not result:
             return "damaged", "status.json says complete, but result.json is missing"
         if _finite(result.get(LOSS)) is None:
@@ -184,7 +194,9 @@ def _judge(directory: Path, stated: dict[str, Any], result: dict[str, Any]) -> t
         if _is_gone(stated):
             return "lost", f"its process {stated['pid']} has ended without a word"
         return status, f"on {stated.get('host', 'an unknown host')}, {_last_written(directory)}"
-    return status, "there is no status.json" if not stated else ""
+    if stated or settings:
+        return status, "" if stated else "there is no status.json"
+    return "waiting", "it has not begun"
 
 
 def _is_gone(stated: dict[str, Any]) -> bool:

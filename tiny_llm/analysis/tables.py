@@ -39,9 +39,7 @@ def group_table(report: Report, against: Mapping[int, Difference] | None = None)
     return TextTable(headers, tuple(rows), (True, *[False] * len(report.keys), *[True] * len(measured)))
 
 
-def _cells(
-    group: Group, keys: tuple[str, ...], against: Mapping[int, Difference] | None
-) -> tuple[str, ...]:
+def _cells(group: Group, keys: tuple[str, ...], against: Mapping[int, Difference] | None) -> tuple[str, ...]:
     loss = group.statistics[LOSS]
     cells = [
         str(group.number),

@@ -42,6 +42,8 @@ def _value(text: str, hint: object) -> object:
         return constants[text]
     if str in get_args(hint):
         return text
+    if text.startswith("[") and text.endswith("]"):
+        return [_value(item.strip(), hint) for item in text[1:-1].split(",") if item.strip()]
     for number in (int, float):
         try:
             return number(text)

@@ -73,14 +73,17 @@ def compose(overrides: list[str]) -> Composed:
 def check_overrides(overrides: list[str]) -> None:
     """Raise ConfigError for the first override whose key or option does not exist."""
     groups = config_groups()
-    keys = [*all_keys(), *groups]
+    keys = [*all_keys(), *groups, "sweep_name"]
     for text in overrides:
         key = override_key(text)
         if key == "hydra" or key.startswith("hydra."):
+            _check_launcher_key(key)
             continue
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(f"'{text}' is no override; write key=value, such as optimizer.lr=0.003")
         if key not in keys:
+            if key in launcher_keys():
+                raise ConfigError(f"unknown key '{key}'; did you mean 'hydra.launcher.{key}'?")
             raise (
                 unknown_key(key, keys)
                 if nearest(key, keys)
@@ -88,6 +91,20 @@ def check_overrides(overrides: list[str]) -> None:
             )
         if key in groups:
             _check_option(key, text.partition("=")[2], groups[key])
+
+
+def launcher_keys() -> list[str]:
+    """Return the settings of the launchers, which stand below hydra.launcher."""
+    from omegaconf import OmegaConf
+
+    pages = [OmegaConf.load(path) for path in sorted((conf_directory() / "hydra/launcher").glob("*.yaml"))]
+    return [str(key) for page in pages for key in page if key != "_target_"]
+
+
+def _check_launcher_key(key: str) -> None:
+    section, _, name = key.removeprefix("hydra.").partition(".")
+    if section == "launcher" and name.partition(".")[0] not in (known := launcher_keys()):
+        raise unknown_key(key, [f"hydra.launcher.{word}" for word in dict.fromkeys(known)])
 
 
 def _check_option(group: str, value: str, options: list[str]) -> None:
@@ -130,11 +147,19 @@ def _plain(composed: Any) -> dict[str, Any]:
                 del composed["hydra"]
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key != "experiment"}
+    return {str(key): value for key, value in plain.items() if key not in ("experiment", "sweep_name")}
 
 
-def hydra_door(task: Task) -> Callable[[], None]:
-    """Return the main function of a Hydra door that runs `task` on each composed command line."""
+def from_hydra(composed: Any, overrides: list[str]) -> Composed:
+    """Return what Hydra composed from `overrides` without Hydra's own section. Raises ConfigError."""
+    return Composed(_plain(composed), overrides)
+
+
+def hydra_door(task: Task, sweeps: bool = False) -> Callable[[], None]:
+    """Return the main function of a Hydra door that runs `task` on the composed command line.
+
+    sweeps: whether the door takes -m, which hands all points to a launcher instead.
+    """
 
     def main() -> None:
         with user_errors_in_one_line():
@@ -142,12 +167,14 @@ def hydra_door(task: Task) -> Callable[[], None]:
             from hydra._internal.utils import get_args_parser
             from hydra.core.hydra_config import HydraConfig
 
-            check_overrides(get_args_parser().parse_args().overrides)
+            arguments = get_args_parser().parse_args()
+            check_overrides(arguments.overrides)
+            _check_sweeping(arguments.overrides, arguments.multirun, sweeps)
 
             def run(composed: Any) -> None:
                 overrides = list(HydraConfig.get().overrides.task)
                 with user_errors_in_one_line():  # Hydra lets SystemExit pass, and reports the rest itself
-                    task(Composed(_plain(composed), overrides))
+                    task(from_hydra(composed, overrides))
 
             run.__module__ = task.__module__
             os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to the handler above, unprinted
@@ -155,6 +182,15 @@ def hydra_door(task: Task) -> Callable[[], None]:
                 hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="train")(run)()
 
     return main
+
+
+def _check_sweeping(overrides: list[str], multirun: bool, sweeps: bool) -> None:
+    """Refuse a sweep where there is none to run, and a sweep's settings without one."""
+    if (multirun or "hydra.mode=MULTIRUN" in overrides) and not sweeps:
+        raise ConfigError("-m runs trainings side by side; use python -m tiny_llm.train -m")
+    for text in overrides:
+        if not multirun and override_key(text).startswith(("sweep_name", "hydra/launcher", "hydra.launcher")):
+            raise ConfigError(f"{text} would be ignored without -m, which makes a sweep of the command")
 
 
 class user_errors_in_one_line:

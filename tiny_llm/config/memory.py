@@ -14,7 +14,7 @@ from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.config.schema import Config
 
 ALIGNMENT = 64  # elements; every arena entry starts at a multiple of it
-LOGIT_BLOCK_BYTES = 64 * 2**20  # the head and its loss go through the targets in blocks of about this size
+LOGIT_BLOCK_BYTES = 128 * 2**20  # the head and its loss go through the targets in blocks of about this size
 
 
 def padded(numel: int) -> int:

@@ -7,6 +7,7 @@ budget and corpus stay those of the run; elsewhere they name the data settings t
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from omegaconf import OmegaConf
 from tiny_llm.config.compose import conf_directory, override_key
 from tiny_llm.config.schema import DataConfig
 
+PLAIN = re.compile(
+    r"(?!(null|true|false|nan|inf)$)[A-Za-z/.][\w/.:-]*", re.IGNORECASE | re.ASCII
+)  # no quotes needed
 COMPOSING_DOORS = ("tiny_llm.train", "tiny_llm.prepare")
 
 
@@ -69,6 +73,6 @@ def _value(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return "[" + ",".join(_value(item) for item in value) + "]"
-    if isinstance(value, str) and not all(letter.isalnum() or letter in "/-_.:" for letter in value):
+    if isinstance(value, str) and not PLAIN.fullmatch(value):
         return "'" + value.replace("'", "\\'") + "'"
-    return str(value) if value != "" else "''"
+    return str(value)

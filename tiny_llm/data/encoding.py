@@ -34,7 +34,7 @@ from tiny_llm.config.errors import UserError
 from tiny_llm.data.tokenizer import load
 
 QUEUED_BATCHES = 2  # a worker
-BATCH_CHARACTERS = 2_000_000  # `tokenizers` takes about 100 bytes of memory a token while it encodes
+BATCH_CHARACTERS = 600_000  # `tokenizers` takes about 100 bytes of memory a token while it encodes
 
 
 class EncodingError(UserError):

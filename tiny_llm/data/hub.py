@@ -155,8 +155,7 @@ class Patience:
             tries = f" after {self.failures} attempts" if self.failures > 1 else ""
             raise CorpusError(
                 f"cannot read {self._what} of the Hugging Face Hub{tries}: {_one_line(error)}; "
-                f"try again with: {prepare_command(self._data)}, or go on without it: "
-                "data=text data.paths=['FILES'] with your own files, or experiment=quickstart"
+                f"try again with: {prepare_command(self._data)}, or go on without it: {self._without()}"
             ) from error
         seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
         self._report(
@@ -164,6 +163,11 @@ class Patience:
             f"in {seconds:g} s"
         )
         time.sleep(seconds)
+
+    def _without(self) -> str:
+        if isinstance(self._data, TextCorpus):
+            return "data.tokenizer=bpe trains one on your files"
+        return "data=text data.paths=['FILES'] with your own files, or experiment=quickstart"
 
 
 def _is_passing(error: Exception) -> bool:

@@ -160,6 +160,6 @@ def _refuse_empty(splits: dict[Split, dict[str, Any]], data: DataConfig, corpus:
     share = smallest_share(corpus)
     if share is None:
         raise PreparationError(
-            f"{message}: separate documents in .txt files by lines of data.separator, or add files"
+            f"{message}: add files, or let blank lines separate the documents of a .txt file: data.separator=''"
         )
-    raise PreparationError(f"{message}: use data.held_out_share={share:.4g}")
+    raise PreparationError(f"{message}: for example with data.held_out_share={share:.6f}")

@@ -72,7 +72,8 @@ def staged(directory: Path) -> Iterator[Path]:
         yield staging
         _publish(staging, directory)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _recover(directory)
         raise
 
 

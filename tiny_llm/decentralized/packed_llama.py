@@ -73,6 +73,18 @@ class PackedLlama(nn.Module):
         self._bind()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what `_bind` makes, for deepcopy and pickle."""
+        return {name: value for name, value in vars(self).items() if name not in ("_packed", "_workers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._bind()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradient arena; a gradient is never None, whatever torch's default."""
+        self.zero_gradients_()
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -141,12 +153,12 @@ def local_mean_losses(
     """
     dtype = dtype or model.parameter_storage.dtype
     sums = loss_sums(model.model, model.packed(), tokens_NBT, targets_NBT, dtype, dropout_keys)
-    return sums / count_targets(targets_NBT)
+    return sums / count_targets(targets_NBT).clamp_min(1)
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many of targets [..., B, T] are valid, at least 1 to divide by."""
-    return (targets != op.IGNORED).sum((-2, -1)).clamp_min(1)
+    """Return how many of targets [..., B, T] are valid."""
+    return (targets != op.IGNORED).sum((-2, -1))
 
 
 def _point_gradients(parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn import functional
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import operations as op
 from tiny_llm.models.cache import CachedPositions
+from tiny_llm.models.cpu_attention import causal_attention
 
 
 def attend(
@@ -32,10 +34,10 @@ def attend(
 ) -> Tensor:
     """Return each position's mixture of values: [(N,) B, T, (H + 2 G) K] gives [(N,) B, T, H K].
 
-    dropout_key: [(N,) 2] of the attention weights' masks, None for none. cached: where these positions stand
-    and what came before them; None for whole sequences from position 0.
+    parameters: the layer's own. dropout_key: [(N,) 2] of the attention weights' masks, None for none. cached:
+    where these positions stand and what came before them; None for whole sequences from position 0.
     """
-    q_MTHK, k_MSGK, v_MSGK = _heads(model, parameters, layer, qkv)
+    q_MTHK, k_MSGK, v_MSGK = _heads(model, parameters, qkv)
     if model.positions == "rope":
         table = None if cached is None else cached.angles
         if table is None:
@@ -45,7 +47,9 @@ def attend(
     if cached is not None:
         k_MSGK, v_MSGK = cached.extend(layer, k_MSGK, v_MSGK)
         allowed = cached.allowed_BTS
-    if dropout_key is None:
+    if dropout_key is None and cached is None and qkv.device.type == "cpu":
+        mixed_MTHK: Tensor = blocked_attention(q_MTHK, k_MSGK, v_MSGK)
+    elif dropout_key is None:
         mixed_MTHK = fused_attention(q_MTHK, k_MSGK, v_MSGK, allowed, causal=cached is None)
     else:
         mixed_MTHK = dropped_attention(q_MTHK, k_MSGK, v_MSGK, model.dropout, dropout_key)
@@ -53,7 +57,7 @@ def attend(
 
 
 def _heads(
-    model: ModelConfig, parameters: Mapping[str, Tensor], layer: int, qkv: Tensor
+    model: ModelConfig, parameters: Mapping[str, Tensor], qkv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [M, T, H, K] and k, v [M, T, G, K]; q and k normed where the model norms them."""
     counts = (model.heads, model.groups, model.groups)
@@ -61,13 +65,26 @@ def _heads(
     if model.qk_norm:
         for i, name in enumerate(("q_norm", "k_norm")):
             heads = parts[i].reshape(*qkv.shape[:-2], -1, model.head_width)  # [(N,) B, T H, K]
-            weight = parameters[f"layers.{layer}.attention.{name}.weight"]
+            weight = parameters[f"attention.{name}.weight"]
             parts[i] = op.rms_norm(heads, weight, model.norm_eps)
     q, k, v = (
         part.reshape(-1, qkv.shape[-2], count, model.head_width)
         for part, count in zip(parts, counts, strict=True)
     )
     return q, k, v
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def blocked_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor) -> Any:
+    """Return softmax(q k^T / sqrt(K)) v, causal, by the kernel for CPUs: [M, T, H, K]."""
+    heads, length, width = q_MTHK.shape[2], q_MTHK.shape[1], q_MTHK.shape[3]
+    q_PTK, k_PTK, v_PTK = (
+        part.repeat_interleave(heads // part.shape[2], dim=2).transpose(1, 2).reshape(-1, length, width)
+        if part.shape[2] < heads
+        else part.transpose(1, 2).reshape(-1, length, width)
+        for part in (q_MTHK, k_MTGK, v_MTGK)
+    )
+    return causal_attention(q_PTK, k_PTK, v_PTK).view(-1, heads, length, width).transpose(1, 2)
 
 
 def fused_attention(

@@ -6,7 +6,7 @@ worker axis decides whether one model or N are meant. `Decoder` is one ordinary 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tiny_llm.models.cache import CachedPositions
 from tiny_llm.models.dropout import DROPOUTS_A_LAYER
 
 Parameters = Mapping[str, Tensor]
+Block = Callable[..., Tensor]  # `decoder_block`, plain or compiled
 
 
 def hidden_states(
@@ -28,18 +29,21 @@ def hidden_states(
     dtype: torch.dtype,
     dropout_keys: Tensor | None = None,
     cached: CachedPositions | None = None,
+    block: Block | None = None,
 ) -> Tensor:
     """Return the normed last hidden states [(N,) B, T, D], computed in `dtype`, of tokens [(N,) B, T].
 
     dropout_keys: int32 [(N,) places, 2] of `dropout.py`; None, as in evaluation, drops nothing. cached: for
-    tokens that continue sequences of a `KeyValueCache`.
+    tokens that continue sequences of a `KeyValueCache`. block: a compiled `decoder_block`.
     """
     x = op.embedding(tokens, parameters["embedding.weight"], dtype)
     if model.positions == "learned":
         x = x + _positions(parameters["positions.weight"], tokens.shape[-1], cached).to(dtype)
     x = _dropped(model, x, dropout_keys, 0)
     for layer in range(model.layers):
-        x = _block(model, parameters, layer, x, dropout_keys, cached)
+        own = layer_parameters(parameters, layer)
+        keys = None if dropout_keys is None else dropout_keys[..., 1 + DROPOUTS_A_LAYER * layer :, :]
+        x = (block or decoder_block)(model, own, layer, x, keys, cached)
     return _normed(model, parameters, "norm", x)
 
 
@@ -50,7 +54,13 @@ def _positions(weight: Tensor, length: int, cached: CachedPositions | None) -> T
     return weight.unsqueeze(-3)[..., :length, :]
 
 
-def _block(
+def layer_parameters(parameters: Parameters, layer: int) -> Parameters:
+    """Return a layer's own parameters, by the names that every layer has."""
+    prefix = f"layers.{layer}."
+    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+
+
+def decoder_block(
     model: ModelConfig,
     parameters: Parameters,
     layer: int,
@@ -58,23 +68,22 @@ def _block(
     dropout_keys: Tensor | None,
     cached: CachedPositions | None,
 ) -> Tensor:
-    prefix, place = f"layers.{layer}.", 1 + DROPOUTS_A_LAYER * layer
-    normed = _normed(model, parameters, f"{prefix}attention_norm", x)
-    qkv = _linear(parameters, f"{prefix}attention.qkv", normed)
-    weights_key = None if dropout_keys is None else dropout_keys[..., place, :]
+    """Return the residual stream after a layer; compiled once, it serves all layers of a model."""
+    normed = _normed(model, parameters, "attention_norm", x)
+    qkv = _linear(parameters, "attention.qkv", normed)
+    weights_key = None if dropout_keys is None else dropout_keys[..., 0, :]
     mixed = attend(model, parameters, layer, qkv, weights_key, cached)
-    mixed = _linear(parameters, f"{prefix}attention.output", mixed)
-    x = x + _dropped(model, mixed, dropout_keys, place + 1)
-    normed = _normed(model, parameters, f"{prefix}mlp_norm", x)
-    return x + _dropped(model, _mlp(model, parameters, f"{prefix}mlp.", normed), dropout_keys, place + 2)
+    x = x + _dropped(model, _linear(parameters, "attention.output", mixed), dropout_keys, 1)
+    normed = _normed(model, parameters, "mlp_norm", x)
+    return x + _dropped(model, _mlp(model, parameters, normed), dropout_keys, 2)
 
 
-def _mlp(model: ModelConfig, parameters: Parameters, prefix: str, x: Tensor) -> Tensor:
+def _mlp(model: ModelConfig, parameters: Parameters, x: Tensor) -> Tensor:
     if model.mlp == "swiglu":
-        activated = op.swiglu(_linear(parameters, f"{prefix}gate_up", x))
+        activated = op.swiglu(_linear(parameters, "mlp.gate_up", x))
     else:
-        activated = op.gelu(_linear(parameters, f"{prefix}up", x))
-    return _linear(parameters, f"{prefix}down", activated)
+        activated = op.gelu(_linear(parameters, "mlp.up", x))
+    return _linear(parameters, "mlp.down", activated)
 
 
 def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
@@ -105,9 +114,10 @@ def loss_sums(
     targets: Tensor,
     dtype: torch.dtype,
     dropout_keys: Tensor | None = None,
+    block: Block | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones."""
-    x = hidden_states(model, parameters, tokens, dtype, dropout_keys)
+    x = hidden_states(model, parameters, tokens, dtype, dropout_keys, block=block)
     return op.cross_entropy_sum(x, head_weight(parameters), targets)
 
 

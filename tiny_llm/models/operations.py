@@ -19,6 +19,7 @@ from torch.nn import functional
 from tiny_llm.config.memory import LOGIT_BLOCK_BYTES
 
 IGNORED = -100  # a target that does not count
+STRIP_BYTES = 2**20  # of logits in fp32 that a core's cache holds
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,14 +70,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-@functools.lru_cache(maxsize=8)
 def rotary_table(
     length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return cosines and sines [2, T, K/2] of position * theta^(-2i/K) (Su et al. 2021, eq. 15)."""
+    """Return cosines and sines [2, T, K/2] of position * theta^(-2i/K) (Su et al. 2021, eq. 15).
+
+    Compiled code makes its own table: a cached tensor would be an input that its graph cannot fold.
+    """
+    make = _make_rotary_table if torch.compiler.is_compiling() else _cached_rotary_table
+    return make(length, head_dim, theta, device, dtype)
+
+
+def _make_rotary_table(
+    length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float64), theta**-exponent)
     return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_rotary_table(
+    length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    with torch.inference_mode(False):  # a table first made while sampling must serve training too
+        return _make_rotary_table(length, head_dim, theta, device, dtype)
 
 
 def rotate(x_BTHK: Tensor, table: Tensor) -> Tensor:
@@ -133,19 +151,18 @@ class _HeadLoss(torch.autograd.Function):
         wants_gradient = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         if wants_gradient:
             x_gradient, weight_gradient = torch.empty_like(x_MD), torch.zeros_like(weight_VD)
-        rows = max(1, LOGIT_BLOCK_BYTES // (4 * weight_VD.shape[-2] * max(1, losses.numel())))
+        rows = max(
+            1, LOGIT_BLOCK_BYTES // (x_MD.element_size() * weight_VD.shape[-2] * max(1, losses.numel()))
+        )
         for start in range(0, x_MD.shape[-2], rows):
             block = slice(start, start + rows)
             x, target = x_MD[..., block, :], targets_M[..., block, None]
-            counts = target != IGNORED
-            target = target.clamp_min(0)
-            log_softmax_MV = torch.log_softmax((x @ head_VD.mT).to(wide), dim=-1)
-            losses -= (log_softmax_MV.gather(-1, target) * counts).sum((-2, -1))
+            logits_MV = x @ head_VD.mT
+            losses += _losses_and_gradient_(logits_MV, target)
             if wants_gradient:
-                softmax_MV = log_softmax_MV.exp_()
-                gradient_MV = softmax_MV.scatter_add_(-1, target, -counts.to(wide)).to(x.dtype)
-                x_gradient[..., block, :] = (gradient_MV @ head_VD).mul_(counts)
-                weight_gradient += gradient_MV.mT @ (x * counts)
+                counts = target != IGNORED
+                x_gradient[..., block, :] = (logits_MV @ head_VD).mul_(counts)
+                weight_gradient += logits_MV.mT @ (x * counts)
         if wants_gradient:
             ctx.save_for_backward(x_gradient, weight_gradient)
         return losses
@@ -155,3 +172,24 @@ class _HeadLoss(torch.autograd.Function):
         x_gradient, weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
         factor = upstream[..., None, None]
         return x_gradient * factor.to(x_gradient.dtype), weight_gradient * factor, None
+
+
+def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
+    """Return the summed losses, [N] or [], and leave softmax minus one-hot where the logits were.
+
+    On a CPU a few rows at a time, so that all passes over them but the first find them in its cache.
+    """
+    wide = torch.promote_types(logits_MV.dtype, torch.float32)
+    losses = torch.zeros(logits_MV.shape[:-2], dtype=wide, device=logits_MV.device)
+    rows = logits_MV.shape[-2]
+    if logits_MV.device.type == "cpu":
+        rows = max(1, STRIP_BYTES // (4 * logits_MV.shape[-1]))
+    for start in range(0, logits_MV.shape[-2], rows):
+        strip = logits_MV[..., start : start + rows, :]
+        target = target_M1[..., start : start + rows, :]
+        counts = (target != IGNORED).to(wide)
+        target = target.clamp_min(0)
+        log_softmax_RV = torch.log_softmax(strip.to(wide), dim=-1)
+        losses -= (log_softmax_RV.gather(-1, target) * counts).sum((-2, -1))
+        strip.copy_(log_softmax_RV.exp_().scatter_add_(-1, target, -torch.ones_like(counts)))
+    return losses

@@ -72,6 +72,9 @@ class PackedAdamW:
             self.first_moment_storage,
             self.second_moment_storage,
         )
+        if divisor is not None and divisor.dtype == torch.float64:  # the kernel divides in fp32 only
+            self.model.gradient_storage[i] /= divisor
+            divisor = None
         decayed = self.model.layout.decayed
         for part, weight_decay in (
             (slice(None, decayed), self.config.weight_decay),

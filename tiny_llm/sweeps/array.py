@@ -1,12 +1,14 @@
 """Runs on a SLURM cluster: job arrays through submitit, found again by whoever launches next.
 
-submitit writes the script, pickles what each task calls (`SlurmRun` on the point's directory) and handles
+submitit writes the script, pickles what each task calls (`run_in_slurm` on the point's directory) and handles
 time limits. The jobs belong to SLURM from then on: a launcher that goes away leaves them alone, and the next
 one reads their ids from sweep.json. See https://slurm.schedmd.com/sbatch.html for the settings.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,14 @@ from typing import Any, Literal, TypeVar
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
 
+from tiny_llm import files
 from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.schema import Count, Positive, PositiveInt
 from tiny_llm.sweeps import slurm_queue
 from tiny_llm.sweeps.crew import Alive, LaunchSettings
 from tiny_llm.sweeps.points import Point
 from tiny_llm.sweeps.slurm_queue import SlurmError
-from tiny_llm.sweeps.slurm_run import SlurmRun
+from tiny_llm.sweeps.slurm_run import run_in_slurm
 from tiny_llm.sweeps.states import Label, read_standing
 from tiny_llm.sweeps.sweep import JobArray, Sweep
 
@@ -30,7 +33,34 @@ Executor = TypeVar("Executor", bound=SlurmExecutor)
 
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
 # What the launcher itself writes into the script.
-DECIDED = ("array", "output", "error", "open_mode", "signal", "comment", "job_name", "time", "nodes", "requeue")
+DECIDED = (
+    "array",
+    "output",
+    "error",
+    "open_mode",
+    "signal",
+    "comment",
+    "job_name",
+    "time",
+    "nodes",
+    "requeue",
+)
+# Settings that submitit knows under the same name.
+PASSED_ON = (
+    "nodes",
+    "cpus_per_task",
+    "cpus_per_gpu",
+    "gpus_per_node",
+    "gpus_per_task",
+    "gres",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "partition",
+    "qos",
+    "account",
+    "constraint",
+    "exclude",
+)
 POLLS_UNTIL_GONE = 2  # a shared file system may show a job's last status a little late
 
 
@@ -69,10 +99,10 @@ def script_parameters(settings: SlurmSettings, token: str, parallelism: int) -> 
     """Return the settings as submitit's parameters. Raises ConfigError for those that the launcher decides."""
     for key in settings.additional_parameters:
         if key.replace("-", "_") in DECIDED:
-            raise ConfigError(f"hydra.launcher.additional_parameters.{key} is decided by the launcher; leave it out")
-    same = ("nodes", "cpus_per_task", "cpus_per_gpu", "gpus_per_node", "gpus_per_task", "gres", "mem_per_cpu")
-    same += ("mem_per_gpu", "partition", "qos", "account", "constraint", "exclude")
-    parameters = {key: getattr(settings, key) for key in same}
+            raise ConfigError(
+                f"hydra.launcher.additional_parameters.{key} is decided by the launcher; leave it out"
+            )
+    parameters = {key: getattr(settings, key) for key in PASSED_ON}
     parameters |= {
         "job_name": settings.name,
         "time": settings.timeout_min,
@@ -118,9 +148,11 @@ class Array:
     """A crew of SLURM jobs."""
 
     name = "slurm"
+    longest_wait = 15.0  # squeue is everybody's
 
     def __init__(self, sweep: Sweep, settings: SlurmSettings) -> None:
-        self.sweep, self.settings = sweep, settings
+        self.sweep = sweep
+        self.settings = settings
         self.watched: set[str] = set()
         self._last: dict[str, Alive] = {}
         self._missing: dict[str, int] = {}
@@ -136,9 +168,14 @@ class Array:
         if not self.settings.dry_run:
             slurm_queue.require_slurm()
 
-    def script(self, count: int) -> str:
-        """Return the script that would be submitted for `count` points."""
-        return self._executor(ScriptExecutor, "TOKEN", self.settings.array_parallelism).text(count)
+    def rehearses(self, points: Sequence[Point]) -> bool:
+        if not self.settings.dry_run:
+            return False
+        path = self.sweep.jobs_folder / "dry_run.sh"
+        executor = self._executor(ScriptExecutor, "tiny_llm-TOKEN", self.settings.array_parallelism)
+        files.write_text(path, text := executor.text(len(points)))
+        print(f"{text}\ndry run: nothing was submitted; the script is in {path}")
+        return True
 
     def in_flight(self, points: Sequence[Point]) -> set[str]:
         self._find_orphans()
@@ -147,7 +184,9 @@ class Array:
             return set()
         queued = slurm_queue.queued_jobs()
         if queued is None:
-            raise SlurmError("squeue does not answer, and points of this sweep may be queued; try again later")
+            raise SlurmError(
+                "squeue does not answer, and points of this sweep may be queued; try again later"
+            )
         self.watched = {name for name, job in jobs.items() if job in queued}
         return set(self.watched)
 
@@ -172,6 +211,9 @@ class Array:
             found = {name: self._look(name, queued) for name in self.watched}
             self._last = {name: alive for name, alive in found.items() if alive}
         return self._last
+
+    def advance(self) -> None:
+        """Nothing: SLURM does."""
 
     def began(self, name: str) -> bool:
         return name in self.watched
@@ -203,7 +245,8 @@ class Array:
         self.sweep.write()
         executor = self._executor(SlurmExecutor, array.token, parallelism)
         try:
-            jobs = executor.map_array(SlurmRun(), [str(point.directory.absolute()) for point in points])
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it also raises
+                jobs = executor.map_array(run_in_slurm, [str(point.directory.absolute()) for point in points])
         except FailedJobError as error:
             self.sweep.arrays.remove(array)
             self.sweep.write()
@@ -215,7 +258,7 @@ class Array:
         return f" after {len(self.watched)} points were queued, which go on" if self.watched else ""
 
     def _find_orphans(self) -> None:
-        """Learn the job ids of arrays whose launcher died while it submitted them; forget those that are not queued."""
+        """Learn the job ids of arrays whose launcher died while it submitted them; forget what is not queued."""
         for array in [array for array in self.sweep.arrays if array.jobs is None]:
             job = slurm_queue.find_array(array.token)
             if job is None:

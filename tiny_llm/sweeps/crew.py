@@ -34,9 +34,16 @@ class Alive:
 
 class Crew(Protocol):
     name: str
+    longest_wait: float  # seconds between two looks
+
+    @property
+    def settings(self) -> LaunchSettings: ...
 
     def check(self, points: Sequence[Point]) -> None:
         """Raise UserError for what this crew cannot do, before anything is written."""
+
+    def rehearses(self, points: Sequence[Point]) -> bool:
+        """Show what would be submitted, if that is all that was asked for; return whether it was."""
 
     def in_flight(self, points: Sequence[Point]) -> set[str]:
         """Return the points that an earlier launch handed on and that are not over."""
@@ -46,6 +53,9 @@ class Crew(Protocol):
 
     def alive(self) -> Mapping[str, Alive]:
         """Return the points that are not over, by name."""
+
+    def advance(self) -> None:
+        """Start what there is room for."""
 
     def began(self, name: str) -> bool:
         """Whether this crew has started a point, so that one without a status is lost rather than waiting."""

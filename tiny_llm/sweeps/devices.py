@@ -20,7 +20,7 @@ NO_DEVICE = ("", "-1", "NoDevFiles")
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs this process may use, as CUDA_VISIBLE_DEVICES writes them: indices or UUIDs, kept as they are."""
+    """Return the GPUs this process may use; CUDA_VISIBLE_DEVICES' indices or UUIDs are kept as they are."""
     inherited = environment.get("CUDA_VISIBLE_DEVICES")
     if inherited is None:
         return _installed_devices()

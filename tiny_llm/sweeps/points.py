@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiny_llm.config.compose import Composed, override_key
-from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.errors import ConfigError, UserError
 from tiny_llm.config.plan import Plan, make_plan
 from tiny_llm.config.saved import flatten, plain, recipe_identity
 from tiny_llm.config.schema import Config
@@ -21,7 +21,7 @@ from tiny_llm.decentralized.topology import make_topology
 
 RECOVERY_MINUTES = 30.0  # under a launcher a run may be preempted any time
 IDENTITY_LETTERS = 8
-LONGEST_NAME = 150  # file systems allow 255 bytes
+LONGEST_NAME = 100  # letters before the identity; file systems allow 255 bytes
 
 # Keys that a launcher decides itself, with what to write instead.
 DECIDED_BY_THE_SWEEP = {
@@ -56,13 +56,15 @@ def make_points(composed: Sequence[Composed], sweep: Path, known: Mapping[str, s
     swept = swept_keys([one.overrides for one in composed])
     points: dict[str, Point] = {}
     for number, one in enumerate(composed, 1):
-        shown = " ".join(text for text in one.overrides if override_key(text) in swept)
         try:
             point = _point(one, sweep, known, swept)
-        except ConfigError as error:
+            if twin := points.get(point.identity):
+                raise ConfigError(_sameness(twin, point))
+        except UserError as error:
+            if len(composed) == 1:
+                raise
+            shown = " ".join(text for text in one.overrides if override_key(text) in swept)
             raise ConfigError(f"point {number} of {len(composed)} ({shown}): {error}") from None
-        if twin := points.get(point.identity):
-            raise ConfigError(f"point {number} of {len(composed)} ({shown}): {_sameness(twin, point)}")
         points[point.identity] = point
     return list(points.values())
 
@@ -80,14 +82,17 @@ def _point(composed: Composed, sweep: Path, known: Mapping[str, str], swept: set
     config = composed.config()
     device = config.runtime.device
     if device.startswith("cuda:"):
-        raise ConfigError(f"runtime.device={device}: the launcher gives each run its device; use cuda or auto")
+        raise ConfigError(
+            f"runtime.device={device}: the launcher gives each run its device; use cuda or auto"
+        )
     minutes = config.training.recovery_minutes or RECOVERY_MINUTES
     config = replace(config, training=replace(config.training, recovery_minutes=minutes), dry_run=False)
     identity = recipe_identity(config)
     name = known.get(identity) or point_name(composed.overrides, swept, identity)
     plan = make_plan(replace(config, output_dir=str(sweep / name)))
     make_topology(num_models=plan.num_models, **vars(config.topology))
-    return Point(name, tuple(composed.overrides), identity, plan)
+    overrides = tuple(text for text in composed.overrides if override_key(text) != "sweep_name")
+    return Point(name, overrides, identity, plan)
 
 
 def _refuse_decided(composed: Composed, swept: set[str]) -> None:
@@ -96,7 +101,9 @@ def _refuse_decided(composed: Composed, swept: set[str]) -> None:
         if key in DECIDED_BY_THE_SWEEP:
             raise ConfigError(f"{key} would be ignored: {DECIDED_BY_THE_SWEEP[key]}")
         if key.partition(".")[0].partition("/")[0] == "hydra":
-            raise ConfigError(f"{text} would be ignored: settings of the launcher and of Hydra cannot be swept")
+            raise ConfigError(
+                f"{text} would be ignored: settings of the launcher and of Hydra cannot be swept"
+            )
     if "sweep_name" in swept:
         raise ConfigError("sweep_name would be ignored: one sweep has one name")
 
@@ -110,9 +117,11 @@ def _sameness(twin: Point, point: Point) -> str:
 
 def point_name(overrides: Sequence[str], swept: set[str], identity: str) -> str:
     """Return a name such as 'topology-ring+seed-43+1a2b3c4d', safe in shells, paths and Hydra overrides."""
-    parts = []
+    readable = []
     for text in overrides:
         if override_key(text) in swept:
-            parts.append(f"{override_key(text).rpartition('.')[2]}-{text.partition('=')[2]}")
-    readable = "+".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts)
-    return f"{readable[:LONGEST_NAME]}+{identity[:IDENTITY_LETTERS]}".lstrip("+.")
+            value = re.sub(r"[^A-Za-z0-9._-]+", "-", text.partition("=")[2]).strip("-.")
+            readable.append(f"{override_key(text).rpartition('.')[2]}-{value}")
+    while len("+".join(readable)) > LONGEST_NAME:
+        del readable[0]  # what was typed last is what was varied last
+    return "+".join([*readable, identity[:IDENTITY_LETTERS]])

@@ -72,31 +72,55 @@ class Pool:
     """A crew of processes."""
 
     name = "local"
+    longest_wait = 0.5
 
     def __init__(self, sweep: Sweep, settings: LocalSettings) -> None:
-        self.sweep, self.settings = sweep, settings
+        self.sweep = sweep
+        self.settings = settings
         self.slots = Slots(1, (), 1)
         self.waiting: deque[Point] = deque()
         self.running: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
         self.ends: dict[str, int] = {}
+        self.held: set[str] = set()
 
     def check(self, points: Sequence[Point]) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.slots = plan_slots(self.settings, points, visible_devices(os.environ), cores)
 
+    def rehearses(self, points: Sequence[Point]) -> bool:
+        return False
+
     def in_flight(self, points: Sequence[Point]) -> set[str]:
-        return set()  # runs end with their launcher; one that still saves is waited for in `_fill`
+        return set()  # runs end with their launcher; one that still saves is waited for in `advance`
 
     def submit(self, points: Sequence[Point], launch: int) -> None:
         self.sweep.entrust(points, launch)
         self.waiting.extend(points)
 
     def alive(self) -> Mapping[str, Alive]:
-        self._reap()
-        held = self._fill()
+        for name, (process, _) in list(self.running.items()):
+            if (code := process.poll()) is not None:
+                self.ends[name] = code
+                del self.running[name]
         waiting = {point.name: Alive("waiting") for point in self.waiting}
-        elsewhere = {name: Alive("running", "in another process") for name in held}
-        return waiting | elsewhere | {name: Alive("running", place) for name, (_, place) in self.running.items()}
+        elsewhere = {name: Alive("running", "in another process") for name in self.held & waiting.keys()}
+        return (
+            waiting | elsewhere | {name: Alive("running", place) for name, (_, place) in self.running.items()}
+        )
+
+    def advance(self) -> None:
+        """Start what there is room for; a point that another process still trains waits for that one."""
+        self.held = set()
+        for _ in range(len(self.waiting)):
+            if len(self.running) >= self.slots.count:
+                break
+            point = self.waiting.popleft()
+            if is_held(point.directory):
+                self.held.add(point.name)
+                self.waiting.append(point)
+            elif not self._start(point):
+                self.waiting.appendleft(point)
+                break
 
     def began(self, name: str) -> bool:
         return name in self.running or name in self.ends
@@ -110,8 +134,7 @@ class Pool:
         stopped = len(self.running)
         self.abort()
         try:
-            while self.running:
-                self._reap()
+            while self.alive():
                 time.sleep(0.05)
         except BaseException:
             self._signal(signal.SIGKILL)
@@ -125,33 +148,19 @@ class Pool:
         code = self.ends.get(name)
         return f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else ""
 
-    def _reap(self) -> None:
-        for name, (process, _) in list(self.running.items()):
-            if (code := process.poll()) is not None:
-                self.ends[name] = code
-                del self.running[name]
-
-    def _fill(self) -> set[str]:
-        """Start what there is room for. Return points that another process still trains; they wait for it."""
-        held = set()
-        for _ in range(len(self.waiting)):
-            if len(self.running) >= self.slots.count:
-                break
-            point = self.waiting.popleft()
-            if is_held(point.directory):
-                held.add(point.name)
-                self.waiting.append(point)
-            elif not self._start(point):
-                self.waiting.appendleft(point)
-                break
-        return held
-
     def _start(self, point: Point) -> bool:
         """Start a run, on a device of its own where there are any; False when all of them are busy."""
         lease = take_lease(self.slots.devices)
         if self.slots.devices and lease is None:
             return False
-        command = [sys.executable, "-m", "tiny_llm.sweeps.job", str(point.directory), "--parent", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "tiny_llm.sweeps.job",
+            str(point.directory),
+            "--parent",
+            str(os.getpid()),
+        ]
         environment = os.environ | dict.fromkeys(THREAD_VARIABLES, str(self.slots.threads))
         environment["CUDA_VISIBLE_DEVICES"] = lease.device if lease else ""
         with open(self.log(point.name), "ab") as log:

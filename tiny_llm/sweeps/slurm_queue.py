@@ -50,7 +50,9 @@ def find_array(token: str) -> str | None:
     """
     listed = _ask("squeue", "--noheader", "--array", "--user", _user(), "--format", "%F|%k")
     if listed is None:
-        raise SlurmError("squeue does not answer, so jobs of an earlier launch may be queued; try again later")
+        raise SlurmError(
+            "squeue does not answer, so jobs of an earlier launch may be queued; try again later"
+        )
     found = (line.strip().split("|", 1) for line in listed.splitlines() if token in line)
     return next((job for job, _ in found), None)
 

@@ -18,7 +18,7 @@ from tiny_llm.config.compose import user_errors_in_one_line
 from tiny_llm.sweeps.job import run_point
 
 
-class SlurmRun(Checkpointable):  # type: ignore[misc]  # submitit has no types for it
+class SlurmRun(Checkpointable):
     """Runs the point whose directory it is called with."""
 
     def __call__(self, directory: str) -> None:
@@ -35,6 +35,9 @@ class SlurmRun(Checkpointable):  # type: ignore[misc]  # submitit has no types f
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what a requeued job gets
                 signal.raise_signal(requeueing)
             raise
+
+
+run_in_slurm = SlurmRun()  # type: ignore[no-untyped-call]
 
 
 def _end(number: int, _: FrameType | None) -> None:

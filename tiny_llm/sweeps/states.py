@@ -78,7 +78,7 @@ def is_held(directory: Path) -> bool:
         return True
 
 
-def last_lines(path: Path, count: int = 5) -> list[str]:
+def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a log that hold anything."""
     text = _tail(path).decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]

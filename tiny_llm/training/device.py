@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import shutil
 from dataclasses import replace
 
@@ -13,6 +15,8 @@ from tiny_llm.config.plan import Plan
 from tiny_llm.config.schema import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 # Compiling a decoder takes about a minute on a CPU; it pays off in runs that are longer than a few of them.
 COMPILE_WORTH_FLOPS = 4e13
@@ -65,10 +69,23 @@ def prepare_torch(config: Config) -> torch.device:
     if config.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest" if config.runtime.deterministic else "high")
     return device
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed: every large tensor would fault its pages in anew otherwise.
+
+    Worth an eighth of the time of an update at 20m. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and platform.libc_ver()[0] == "glibc":
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _compile_pays(plan: Plan, device: torch.device) -> bool:

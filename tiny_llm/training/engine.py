@@ -6,6 +6,7 @@ workers share the device, never in the mathematics.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tiny_llm.config.memory import executes_looped
 from tiny_llm.config.plan import Plan
 from tiny_llm.decentralized.packed_llama import PackedLlama, count_targets
 from tiny_llm.decentralized.topology import make_topology
-from tiny_llm.models.decoder import loss_sums
+from tiny_llm.models.decoder import decoder_block, loss_sums
 from tiny_llm.models.dropout import dropout_keys
 from tiny_llm.optim.adamw import PackedAdamW
 from tiny_llm.training.device import compute_dtype, master_dtype
@@ -51,7 +52,7 @@ class Engine:
         self.optimizer = PackedAdamW(self.model, config.optimizer)
         self.dtype = compute_dtype(config)
         self.looped = executes_looped(config)
-        self._loss_sums = torch.compile(loss_sums, dynamic=False) if config.runtime.compile else loss_sums
+        self._loss_sums = compiled_loss(device) if config.runtime.compile else loss_sums
 
     def update(self, number: int, next_micro_batch: Callable[[], MicroBatch]) -> UpdateResult:
         """Advance every worker by the zero-based update `number`.
@@ -62,13 +63,17 @@ class Engine:
         losses = self._accumulate_gradients(number, next_micro_batch)
         norms = self.model.gradient_norms()
         result = self._checked(number, losses, norms)
-        scheme, lr = self.plan.config.decentralized.scheme, self.plan.lr(number)
+        self.apply(number, norms)
+        return result
+
+    def apply(self, number: int, norms: Tensor) -> None:
+        """Clip by the workers' gradient norms [N], mix and update, in the scheme's order."""
+        scheme = self.plan.config.decentralized.scheme
         if scheme == "awc":
             self._mix(number)
-        self.optimizer.step(lr, norms)
+        self.optimizer.step(self.plan.lr(number), norms)
         if scheme == "atc":
             self._mix(number)
-        return result
 
     def _accumulate_gradients(self, number: int, next_micro_batch: Callable[[], MicroBatch]) -> Tensor:
         """Put each worker's mean gradient into the arena and return its mean loss, [N].
@@ -78,7 +83,7 @@ class Engine:
         """
         self.model.zero_gradients_()
         batches = [self._deal(*next_micro_batch()) for _ in range(self.plan.accumulation)]
-        valid_N = torch.stack([count_targets(targets) for _, targets in batches]).sum(0)
+        valid_N = torch.stack([count_targets(targets) for _, targets in batches]).sum(0).clamp_min(1)
         losses_N = torch.zeros(self.plan.num_models, device=self.device, dtype=torch.float64)
         for index, (tokens_NBT, targets_NBT) in enumerate(batches):
             keys_N = self._dropout_keys(number, index)
@@ -139,3 +144,10 @@ class Engine:
     def _mix(self, number: int) -> None:
         if self.plan.mixes(number):
             self.model.mix_(self.topology, self.plan.mixing_step(number), self.plan.gamma(number))
+
+
+def compiled_loss(device: torch.device) -> Callable[..., Tensor]:
+    """Return `loss_sums` compiled: as a whole for GPUs; on CPUs one block, which then serves every layer."""
+    if device.type == "cpu":
+        return functools.partial(loss_sums, block=torch.compile(decoder_block, dynamic=False))
+    return torch.compile(loss_sums, dynamic=False)

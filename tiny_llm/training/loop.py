@@ -125,8 +125,24 @@ class Trainer:
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end and return the result. Raises Interrupted, after saving, and UserError."""
         self.progress = progress
+        stream = self.open_stream()
+        self._last_saved = time.monotonic()
+        try:
+            self._stop_if_asked()
+            self._finish_epoch_if_due()
+            while self.update < self.plan.updates:
+                self.advance(stream)
+                self._stop_if_asked()
+                self._finish_epoch_if_due()
+                self._save_recovery_if_due()
+        finally:
+            stream.close()
+        return self._finish()
+
+    def open_stream(self) -> TrainingStream:
+        """Return the training sequences from where this run stands; close it in the end."""
         data = self.config.data
-        stream = TrainingStream(
+        return TrainingStream(
             self.cache,
             self.config.model.context_length,
             data.shuffle_group_size,
@@ -135,20 +151,9 @@ class Trainer:
             data.prefetch,
             self._position,
         )
-        self._last_saved = time.monotonic()
-        try:
-            self._stop_if_asked()
-            self._finish_epoch_if_due()
-            while self.update < self.plan.updates:
-                self._advance(stream)
-                self._stop_if_asked()
-                self._finish_epoch_if_due()
-                self._save_recovery_if_due()
-        finally:
-            stream.close()
-        return self._finish()
 
-    def _advance(self, stream: TrainingStream) -> None:
+    def advance(self, stream: TrainingStream) -> None:
+        """Do one update: load, train, count, and log where a row is due."""
         start = time.perf_counter()
         result = self.engine.update(self.update, lambda: self._next_micro_batch(stream))
         self.seconds += time.perf_counter() - start
@@ -313,8 +318,11 @@ class Trainer:
             "memory_bytes": self._peak_memory(),
             "identity": {"recipe": recipe_identity(self.config), "data": self.cache.identity},
         }
-        self._plot()
         files.write_json(self.directory / "result.json", result)
+        try:
+            self._plot()
+        except OSError as error:
+            self.progress.say(f"warning: loss.png could not be drawn: {error}")
         return result
 
     def _plot(self) -> None:

@@ -67,8 +67,8 @@ def _apply(values: dict[str, Any], key: str, value: Any) -> None:
         _set(values, key, value)
     elif saved != value and not (key in SETTLED and value in ("auto", None)):
         raise ConfigError(
-            f"{key}={show(value)} differs from {show(saved)} of the run that resume= names; leave it out, or start a new run. "
-            f"May differ: {', '.join(FREE_ON_RESUME)}"
+            f"{key}={show(value)} differs from {show(saved)} of the run that resume= names; leave it out, or start "
+            f"a new run. May differ: {', '.join(FREE_ON_RESUME)}"
         )
 
 

@@ -59,11 +59,11 @@ def run(plan: Plan, resume: Resume | None = None) -> None:
             directory.refuse_existing_run()
         else:
             state = _open_state(resume, plan, directory, cache)
+            if (directory / "result.json").exists() and directory.status == "complete":
+                print(f"{directory.path} is complete; nothing is left to do")
+                return
             kept = {"metrics.jsonl": state["metrics_bytes"], "samples.jsonl": state.get("samples_bytes", 0)}
             directory.copy_history(RunDirectory(resume.directory), kept)
-        if (directory / "result.json").exists() and directory.status == "complete":
-            print(f"{directory.path} is complete; nothing is left to do")
-            return
         _write_head(directory, plan, device, cache, initial)
         with _status(directory, plan), StopSignals() as signals:
             _train(plan, directory, cache, device, signals, state, initial)
@@ -133,17 +133,21 @@ def _train(
     config = plan.config
     metrics = Metrics(directory)
     start = state["update"] if state else 0
-    tracker = open_tracker(config.tracking, directory.path, plain(config), directory.path.name, start)
-    with contextlib.closing(metrics), contextlib.closing(tracker), open(directory / "run.log", "a") as log:
-        trainer = Trainer(plan, directory, cache, device, metrics, tracker, signals)
-        if state is not None:
-            trainer.restore(state)
-        elif initial is not None:
-            trainer.engine.model.set_all(initial.weights)
+    with contextlib.closing(metrics), open(directory / "run.log", "a") as log:
         with Progress(plan.updates, plan.tokens, start, log=log) as progress:
-            for line in _opening(plan, directory, device, trainer):
-                progress.say(line)
-            result = trainer.train(progress)
+            name = directory.path.name
+            tracker = open_tracker(
+                config.tracking, directory.path, plain(config), name, start, warn=progress.say
+            )
+            with contextlib.closing(tracker):
+                trainer = Trainer(plan, directory, cache, device, metrics, tracker, signals)
+                if state is not None:
+                    trainer.restore(state)
+                elif initial is not None:
+                    trainer.engine.model.set_all(initial.weights)
+                for line in _opening(plan, directory, device, trainer):
+                    progress.say(line)
+                result = trainer.train(progress)
         if config.sample_prompt is not None:
             show_sample(config, trainer.engine.model.average_state_dict(), cache, config.sample_prompt, log)
     print(f"final validation loss {result['final_validation_loss']:.4f}; everything is in {directory.path}")

@@ -1,0 +1,120 @@
+"""A benchmark from its arguments to its table: which measurements, each in a process of its own.
+
+The baselines are other ways to train the same models. They live with the tests, are found in a checkout only,
+and are measured on the same batch, precision and device as the product.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiny_llm import files
+from tiny_llm.benchmarks.table import print_results
+from tiny_llm.config.compose import compose
+from tiny_llm.config.errors import UserError
+from tiny_llm.config.plan import make_plan
+
+if TYPE_CHECKING:
+    from tiny_llm.benchmark import BenchmarkArguments
+
+Result = dict[str, Any]
+Measurement = tuple[Path, str, tuple[Any, ...]]  # a file, a function in it, its arguments
+
+PRODUCT = Path(__file__).with_name("measurements.py")
+
+
+def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
+    """Run one kind of benchmark, print its table and, with json=PATH, write its numbers."""
+    overrides = [*_defaults(arguments), *overrides]
+    make_plan(compose(overrides).config())  # refuse a mistake before anything is measured
+    results: list[Result] = []
+    for measurement in _measurements(arguments, overrides):
+        results.append(_in_own_process(measurement))
+        print(f"measured {results[-1]['name']}", flush=True)
+    print_results(arguments.kind, overrides, results)
+    if arguments.json is not None:
+        path = Path(arguments.json)
+        if not path.parent.is_dir():
+            raise UserError(f"json={path}: {path.parent} is no directory")
+        files.write_text(path, json.dumps({"overrides": overrides, "results": results}, indent=2) + "\n")
+
+
+def _defaults(arguments: BenchmarkArguments) -> list[str]:
+    """Return a run with a small global batch and a budget that no measurement uses up."""
+    return [
+        f"model.context_length={arguments.context_length}",
+        f"training.batch_tokens={arguments.sequences * arguments.context_length}",
+        "data.max_passes=1000000",
+        "data.shard_tokens=1048576",
+        "evaluation.subset_blocks=64",
+        "evaluation.batch_size=16",
+    ]
+
+
+def _measurements(arguments: BenchmarkArguments, overrides: list[str]) -> Iterator[Measurement]:
+    window, updates = arguments.windows, arguments.updates
+    if arguments.kind == "packed":
+        for number in arguments.num_models:
+            yield from _packed(number, overrides, arguments)
+    elif arguments.kind == "train":
+        yield PRODUCT, "training", ("train", overrides, window, updates)
+    elif arguments.kind == "update":
+        for number in arguments.num_models:
+            yield PRODUCT, "update", ([*_workers(number), *overrides], window)
+    elif arguments.kind == "prepare":
+        yield _in_tests("data/benchmark_prepare"), "measure", (window,)
+    else:
+        function = {"loader": "loading", "evaluate": "evaluating", "startup": "starting"}[arguments.kind]
+        yield PRODUCT, function, (overrides, window)
+
+
+def _packed(number: int, overrides: list[str], arguments: BenchmarkArguments) -> Iterator[Measurement]:
+    size = (arguments.windows, arguments.updates)
+    for execution in ("auto", "batched", "looped"):
+        words = [*_workers(number), *overrides, f"decentralized.execution={execution}"]
+        yield PRODUCT, "training", (f"packed, {execution}", words, *size)
+    baselines = _in_tests("benchmarks/baselines")
+    if arguments.baselines and baselines.is_file():
+        for name in _load(baselines).BASELINES:
+            yield baselines, "measure", (name, [*_workers(number), *overrides], *size)
+
+
+def _workers(number: int) -> list[str]:
+    return ["decentralized=awc", f"decentralized.num_models={number}"]
+
+
+def _in_tests(name: str) -> Path:
+    return Path(__file__).resolve().parents[2] / "tests" / f"{name}.py"
+
+
+def _in_own_process(measurement: Measurement) -> Result:
+    """Run a measurement in a fresh process, so that memory and compiled code are its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_measure, measurement).result()
+
+
+def _measure(measurement: Measurement) -> Result:
+    file, function, words = measurement
+    result: Result = getattr(_load(file), function)(*words)
+    return result
+
+
+def _load(file: Path) -> Any:
+    """Import a Python file by its path, with its neighbours in reach."""
+    if not file.is_file():
+        raise UserError(f"{file} does not exist: this benchmark needs a checkout of the project")
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,58 @@
+"""A benchmark's numbers as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def print_results(kind: str, overrides: list[str], results: list[Result]) -> None:
+    """Print training measurements side by side, all others as a list of their numbers."""
+    if kind in ("train", "packed"):
+        _print_training(results)
+    else:
+        for result in results:
+            _print_list(result)
+
+
+def _print_training(results: list[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("way", "N", "precision", "tokens/s", "min to max", "of peak", "memory", "components"):
+        table.add_column(column, justify="left" if column in ("way", "components") else "right", no_wrap=True)
+    for result in results:
+        rate = result["tokens_per_second"]
+        mode = ", compiled" if result["compile"] else ""
+        table.add_row(
+            f"{result['name']}{mode}",
+            str(result["num_models"]),
+            result["precision"],
+            f"{rate['median']:,.0f}",
+            f"{rate['min']:,.0f} to {rate['max']:,.0f}",
+            f"{result['share_of_matmul_peak']:.0%}",
+            f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
+            "  ".join(f"{name} {share:.1%}" for name, share in result.get("components", {}).items()),
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
+    last = results[-1]
+    console.print(
+        f"matmul peak {last['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s, copy {last['copy_bytes_per_second'] / 1e9:.1f} "
+        f"GB/s, {last['threads']} threads; medians of windows"
+    )
+
+
+def _print_list(result: Result) -> None:
+    print(result["name"])
+    for key, value in result.items():
+        if isinstance(value, dict):
+            shown = "  ".join(f"{name} {number:.4g}" for name, number in value.items())
+        else:
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if key != "name":
+            print(f"  {key:<26} {shown}")

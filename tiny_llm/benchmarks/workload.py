@@ -1,0 +1,75 @@
+"""What is measured: the trainer itself, on a token cache of random tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tiny_llm.config.parameters import parameter_specs
+from tiny_llm.config.plan import Plan, settled
+from tiny_llm.config.schema import Config
+from tiny_llm.data.cache import TokenCache
+from tiny_llm.data.manifest import MANIFEST_NAME, byte_settings, seal
+from tiny_llm.data.shards import ShardWriter
+from tiny_llm.training.device import prepare_torch, settle_runtime
+from tiny_llm.training.loop import Trainer
+from tiny_llm.training.progress import Progress
+from tiny_llm.training.run_directory import Metrics, RunDirectory
+from tiny_llm.training.signals import StopSignals
+from tiny_llm.training.tracking import open_tracker
+
+
+def flops_a_target(config: Config) -> int:
+    """Return the model FLOPs of one training target, forward and backward.
+
+    6 a matmul parameter, the head counted once though it is tied, and 6 * layers * width * context for
+    causal attention (PaLM, Chowdhery et al. 2022, appendix B, halved for the causal mask).
+    """
+    model = config.model
+    matmul = sum(spec.numel for spec in parameter_specs(model) if len(spec.shape) == 2)
+    return 6 * matmul + 6 * model.layers * model.width * model.context_length
+
+
+@contextlib.contextmanager
+def trainer_of(plan: Plan) -> Iterator[Trainer]:
+    """Yield a Trainer as `tiny_llm.train` would make it, in a directory of its own and on random tokens."""
+    plan = replace(plan, config=settled(settle_runtime(plan), plan))
+    device = prepare_torch(plan.config)
+    with tempfile.TemporaryDirectory() as place, open(Path(place) / "run.log", "w") as log:
+        cache = random_cache(Path(place) / "cache", plan)
+        directory = RunDirectory(Path(place) / "run")
+        with directory.locked(), contextlib.closing(Metrics(directory)) as metrics:
+            tracker = open_tracker("none", directory.path, {}, "benchmark", 0)
+            trainer = Trainer(plan, directory, cache, device, metrics, tracker, StopSignals())
+            trainer.progress = Progress(plan.updates, plan.tokens, 0, stream=log)
+            yield trainer
+
+
+def random_cache(directory: Path, plan: Plan) -> TokenCache:
+    """Write a cache of random tokens, enough for one shuffle group and an evaluation."""
+    config = plan.config
+    data = config.data
+    generator = np.random.default_rng(0)
+    directory.mkdir()
+    splits = {}
+    evaluated = config.evaluation.subset_blocks * config.model.context_length + 1
+    for split, tokens in (("train", 4_000_000), ("validation", evaluated)):
+        writer = ShardWriter(directory, split, data.shard_tokens, data.vocab_size)
+        writer.write(generator.integers(0, data.vocab_size, tokens).astype(np.uint16), 1)
+        splits[split] = writer.finish()
+    manifest = {
+        "tokenizer": {"fingerprint": ""},
+        "vocab_size": data.vocab_size,
+        "eos_id": 0,
+        "shard_tokens": data.shard_tokens,
+        "settings": byte_settings(data),
+        "splits": splits,
+        "exhausted": True,
+    }
+    (directory / MANIFEST_NAME).write_bytes(seal(manifest))
+    return TokenCache.open(directory, data)

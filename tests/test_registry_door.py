@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, normalizers
 
 from tiny_llm import registry as door
 from tiny_llm.config.compose import compose
+from tiny_llm.config.errors import UserError
 from tiny_llm.data.corpora import is_held_out
 from tiny_llm.interop.comparison import evaluated, one_protocol, recorded
 from tiny_llm.interop.entries import Entry, entries, open_entry
@@ -41,7 +42,10 @@ def registry(tiny_overrides: list[str], tmp_path_factory: pytest.TempPathFactory
         "wide": ["model.width=48", "decentralized=awc", "decentralized.num_models=2"],
         "bytes": other,
     }.items():
-        train(compose([*tiny_overrides, *more, f"output_dir={root}/{name}"]))
+        with pytest.MonkeyPatch.context() as patch:
+            if name != "wide":  # a picture takes as long as a run
+                patch.setattr("tiny_llm.training.loop.plot_run", lambda *_: None)
+            train(compose([*tiny_overrides, *more, f"output_dir={root}/{name}"]))
         request = Request(f"{root}/{name}", None, None, "hf", "fp32", False, "cpu")
         add(root / "registry", name, request, f"the goal of {name}")
     return root / "registry"
@@ -81,8 +85,8 @@ def test_an_entry_holds_the_export_and_all_that_is_known(registry: Path) -> None
     }
     assert open_model(entry.model, "cpu").model.width == 48
     result = json.loads((entry.directory / "result.json").read_text())
-    assert entry.facts["training_loss"] == result["final_validation_loss"]
-    assert (entry.facts["workers"], entry.facts["parameters"]) == (2, result["parameters"])
+    assert entry.facts.training_loss == result["final_validation_loss"]
+    assert (entry.facts.workers, entry.facts.parameters) == (2, result["parameters"])
     page = (entry.directory / "RUN.md").read_text()
     for heading in ("Goal", "Data", "Architecture", "Hyper-parameters", "Curve", "Results", "Samples"):
         assert f"## {heading}\n" in page
@@ -103,8 +107,10 @@ def test_an_entry_is_whole_or_absent(
             ask("add", *words)
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["new.lock"]
     assert entries(tmp_path / "r") == []
-    assert ask("add", *words)[2] == 0
+    assert ask("add", *words, "to=flax")[2] == 0
     assert [entry.name for entry in entries(tmp_path / "r")] == ["new"]
+    flax, hf = (open_model(root / "model", "cpu") for root in (tmp_path / "r" / "new", registry / "small"))
+    assert all(torch.equal(flax.weights[name], value) for name, value in hf.weights.items())
     printed, error, code = ask("add", *words)
     assert (printed, code) == ("", 2)
     assert "exists already; choose another name" in error
@@ -203,7 +209,7 @@ def test_recorded_losses_compare_within_one_split_and_context_alone(registry: Pa
     assert code == 0
     assert "measured by each run while training" in found["protocol"]
     for one in found["models"]:
-        assert one["loss"] == open_entry(registry, one["name"]).facts["training_loss"]
+        assert one["loss"] == open_entry(registry, one["name"]).facts.training_loss
         assert one["bits_per_byte"] is None
     printed, error, code = ask("compare", "names=[small,bytes]", f"registry={registry}")
     assert (printed, code) == ("", 2)
@@ -211,9 +217,31 @@ def test_recorded_losses_compare_within_one_split_and_context_alone(registry: Pa
     assert "give data=..." in error
 
 
+@pytest.mark.parametrize(
+    "change", [{"training_loss_over": "a subset"}, {"precision": "bf16"}, {"data_identity": "0" * 64}]
+)
+def test_recorded_losses_of_another_subset_precision_or_cache_do_not_compare(
+    change: dict[str, str], registry: Path
+) -> None:
+    small, wide = (open_entry(registry, name) for name in ("small", "wide"))
+    assert len(one_protocol([recorded(small), recorded(wide)], ()).models) == 2
+    other = replace(wide, facts=replace(wide.facts, **change))  # type: ignore[arg-type]
+    with pytest.raises(ExchangeError, match="these losses do not compare"):
+        one_protocol([recorded(small), recorded(other)], ())
+
+
+def test_a_damaged_entry_is_named(registry: Path, tmp_path: Path) -> None:
+    page = json.loads((registry / "small" / "entry.json").read_text())
+    del page["parameters"]
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "entry.json").write_text(json.dumps(page))
+    with pytest.raises(UserError, match=r"small/entry.json.parameters is missing"):
+        entries(tmp_path)
+
+
 def test_a_worker_whose_loss_nobody_measured_is_refused(registry: Path) -> None:
     entry = open_entry(registry, "wide")
-    alone = Entry(entry.directory, {**entry.facts, "worker": 1})
+    alone = replace(entry, facts=replace(entry.facts, worker=1))
     with pytest.raises(ExchangeError, match="wide: its run measured no loss of these weights"):
         recorded(alone)
 

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent))
 from trained_runs import FAMILIES, RunOf
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _no_pictures() -> Iterator[None]:
     """Drawing loss.png takes as long as all updates of these runs."""
     with pytest.MonkeyPatch.context() as patch:

@@ -86,7 +86,7 @@ def list_all(words: list[str]) -> None:
     from tiny_llm.analysis.registry_tables import list_text
     from tiny_llm.interop.entries import entries
 
-    print(list_text([entry.facts for entry in entries(Path(arguments.registry))], arguments.format))
+    print(list_text([entry.plain() for entry in entries(Path(arguments.registry))], arguments.format))
 
 
 def compare(words: list[str]) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
 from trained_runs import FAMILIES, RunOf
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures() -> Iterator[None]:
+    """Drawing loss.png takes as long as all updates of these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny_llm.training.loop.plot_run", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session")

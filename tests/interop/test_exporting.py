@@ -234,6 +234,29 @@ def test_a_continuation_that_parts_is_found_at_its_token(run_of: RunOf) -> None:
     assert min(margins) > 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_continuations_decide_for_fp32_and_are_told_for_bf16(
+    dtype: str, run_of: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if transformers' cache were wrong: the logits of whole sequences agree, a continuation does not."""
+    right = verification.continuations
+
+    def wrong(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        prompts, new = right(*arguments)
+        new[3, 6:] = (new[3, 6:] + 1) % 512
+        return prompts, new
+
+    monkeypatch.setattr(verification, "continuations", wrong)
+    if dtype == "fp32":
+        with pytest.raises(VerificationError, match="1 of 8 greedy continuations differ"):
+            export(request(run_of("llama", 1)), tmp_path / "out")
+    else:
+        line = export(request(run_of("llama", 1), dtype=dtype), tmp_path / "out").lines[2]
+        parted = int(line.split(" identical")[0].split()[-1])
+        assert parted < 8
+        assert "the others part after" in line
+
+
 def test_a_tokenizer_of_the_hub_gives_the_ids_of_training(
     tiny_overrides: list[str], run_of: RunOf, tmp_path: Path
 ) -> None:

@@ -201,6 +201,12 @@ def test_a_bias_that_the_directory_lacks_is_listed(tmp_path: Path) -> None:
         ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling="),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type=llama3"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=sliding_attention"),
         ("gpt2", {"activation_function": "relu"}, "activation_function=relu"),

@@ -71,8 +71,9 @@ def overrides_of(tiny_overrides: list[str], family: str, *more: str) -> list[str
     return [*(text for text in tiny_overrides if text != "model=tiny"), *FAMILIES[family], *more]
 
 
-@pytest.mark.parametrize("to", ["hf", "flax"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "to"), [("llama", "hf"), ("qwen3", "hf"), ("gpt2", "hf"), ("gpt2", "flax")]
+)
 def test_training_starts_from_an_export_of_any_family(
     family: str, to: str, tiny_overrides: list[str], run_of: RunOf, tmp_path: Path
 ) -> None:

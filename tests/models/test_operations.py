@@ -57,6 +57,49 @@ def test_rms_norm_of_bf16_reduces_in_fp32_and_rounds_once() -> None:
     assert off < 0.01, "only ties that fp32 rounds the other way may differ"
 
 
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_layer_norm_equals_the_formula_for_packed_and_single_models(eps: float) -> None:
+    x, weight, bias = randn(N, B, T, D) + 3, randn(N, D, seed=1), randn(N, D, seed=2)
+    packed = op.layer_norm(x, weight, bias, eps)
+    for i in range(N):
+        centred = x[i] - x[i].mean(-1, keepdim=True)
+        expected = centred / ((centred**2).sum(-1, keepdim=True) / D + eps) ** 0.5 * weight[i] + bias[i]
+        torch.testing.assert_close(packed[i], expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            op.layer_norm(x[i], weight[i], bias[i], eps), expected, rtol=1e-12, atol=1e-13
+        )
+
+
+def test_layer_norm_of_bf16_reduces_in_fp32_and_rounds_once() -> None:
+    x = (randn(N, B, T, 512) * 30 + 100).bfloat16()
+    weight, bias = (randn(N, 512, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = normed * weight[:, None, None] + bias[:, None, None]
+    packed = op.layer_norm(x, weight, bias, 1e-5)
+    single = torch.stack([op.layer_norm(x[i], weight[i], bias[i], 1e-5) for i in range(N)])
+    for result in (packed, single):
+        assert result.dtype == torch.bfloat16
+        assert (result != expected.bfloat16()).float().mean() < 0.01
+
+
+def test_gelu_is_the_tanh_approximation() -> None:
+    for value in (-3.0, -0.5, 0.0, 0.1, 2.5):
+        inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
+        result = op.gelu(torch.tensor(value, dtype=torch.float64)).item()
+        assert result == pytest.approx(value / 2 * (1 + math.tanh(inner)), rel=1e-14)
+
+
+def test_packed_linear_adds_each_workers_bias() -> None:
+    x, weight, bias = randn(N, B, T, D), randn(N, V, D, seed=1), randn(N, V, seed=2)
+    packed = op.linear(x, weight, bias)
+    for i in range(N):
+        torch.testing.assert_close(packed[i], x[i] @ weight[i].T + bias[i], rtol=1e-13, atol=1e-13)
+        assert torch.equal(op.linear(x[i], weight[i], bias[i]), functional.linear(x[i], weight[i], bias[i]))
+    assert op.linear(x.bfloat16(), weight, bias).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(("head_dim", "theta"), [(2, 10000.0), (8, 10000.0), (6, 50.0)])
 def test_rotate_equals_the_formula_pair_by_pair(head_dim: int, theta: float) -> None:
     x_BTHK = randn(B, T, 3, head_dim)

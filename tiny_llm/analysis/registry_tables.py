@@ -37,7 +37,7 @@ def list_text(facts: Sequence[Mapping[str, Any]], form: Form) -> str:
         "loss",
         "context",
         "data identity",
-        "tokens/s",
+        "training tokens/s",
         "goal",
     )
     rows = [

@@ -139,9 +139,9 @@ def results(facts: RunFacts) -> list[str]:
     else:
         of = "" if workers == 1 else f" of the mean of the {workers} workers"
         lines.append(
-            f"Validation loss{of}: **{loss[0]:.4f}** nats a token, the token-weighted mean cross-entropy over "
-            f"{loss[1]:,} held-out targets in blocks of {facts.config.model.context_length} tokens, in "
-            f"{facts.config.runtime.precision}, measured by the run itself."
+            f"Validation loss{of}: **{loss.nats:.4f}** nats a token, the token-weighted mean cross-entropy over "
+            f"{loss.targets:,} held-out targets, {loss.over}, in blocks of {facts.config.model.context_length} "
+            f"tokens, in {facts.config.runtime.precision}, measured by the run itself."
         )
     if facts.worker is not None and workers > 1:
         lines.append(f"Worker {facts.worker}'s own loss was not measured by the run.")

@@ -91,18 +91,28 @@ def one_protocol(rows: Sequence[Measured], prompts: Sequence[str]) -> Comparison
 def recorded(entry: Entry) -> Measured:
     """Return what a model's run measured at its own checkpoint. Raises ExchangeError where it measured nothing."""
     facts = entry.facts
-    if facts["training_loss"] is None or (facts["worker"] is not None and facts["workers"] > 1):
+    alone = facts.worker is not None and facts.workers > 1
+    if facts.training_loss is None or facts.training_loss_targets is None or alone:
         raise ExchangeError(
             f"{entry.name}: its run measured no loss of these weights; give data=... to measure it"
         )
     protocol = (
-        f"measured by each run while training: {facts['training_loss_targets']:,} held-out targets in blocks of "
-        f"{facts['context_length']} tokens of the token cache {facts['data_identity'][:12]}"
+        f"measured by each run while training: {facts.training_loss_targets:,} held-out targets, "
+        f"{facts.training_loss_over}, in blocks of {facts.context_length} tokens of the token cache "
+        f"{facts.data_identity[:12]}, {facts.precision}"
     )
-    counts = (facts["parameters"], facts["core_parameters"], facts["training_tokens"])
-    speed = (facts["tokens_per_second"], facts["device"])
-    targets = facts["training_loss_targets"]
-    return Measured(entry.name, protocol, facts["training_loss"], targets, None, *counts, *speed)
+    return Measured(
+        entry.name,
+        protocol,
+        facts.training_loss,
+        facts.training_loss_targets,
+        None,
+        facts.parameters,
+        facts.core_parameters,
+        facts.training_tokens,
+        facts.tokens_per_second,
+        facts.device,
+    )
 
 
 def evaluated(entry: Entry, held_out: HeldOut, block: int, prompts: Sequence[str], device: str) -> Measured:
@@ -123,9 +133,9 @@ def evaluated(entry: Entry, held_out: HeldOut, block: int, prompts: Sequence[str
         found.bits_per_byte,
         counts.total,
         counts.core,
-        facts["training_tokens"],
-        facts["tokens_per_second"],
-        facts["device"],
+        facts.training_tokens,
+        facts.tokens_per_second,
+        facts.device,
         tuple(greedy_continuation(opened, prompt) for prompt in prompts),
         found.altered,
     )

@@ -19,13 +19,14 @@ from typing import Any
 
 from tiny_llm import files
 from tiny_llm.config.errors import nearest
+from tiny_llm.config.parse import parse_section
 from tiny_llm.data.cache import cache_directory
 from tiny_llm.data.publication import locked, staged
 from tiny_llm.interop import card
 from tiny_llm.interop.exporting import Exported, Request, write_export
 from tiny_llm.interop.held_out import default_prompts, read_held_out
 from tiny_llm.interop.opened import greedy_continuation, open_model
-from tiny_llm.interop.run_facts import RunFacts
+from tiny_llm.interop.run_facts import RunFacts, Summary
 from tiny_llm.interop.tensors import ExchangeError
 
 ENTRY, MODEL = "entry.json", "model"
@@ -35,10 +36,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the registry; `facts` is its entry.json."""
+    """One model of the registry, as its entry.json tells."""
 
     directory: Path
-    facts: dict[str, Any]
+    goal: str
+    facts: Summary
 
     @property
     def name(self) -> str:
@@ -47,6 +49,9 @@ class Entry:
     @property
     def model(self) -> Path:
         return self.directory / MODEL
+
+    def plain(self) -> dict[str, Any]:
+        return {"name": self.name, "goal": self.goal, **vars(self.facts)}
 
 
 def add(registry: Path, name: str, request: Request, goal: str) -> tuple[Entry, Exported]:
@@ -62,9 +67,9 @@ def add(registry: Path, name: str, request: Request, goal: str) -> tuple[Entry, 
         for file in FROM_THE_RUN:
             if (source := Path(request.run) / file).exists():
                 shutil.copyfile(source, staging / file)
-        samples = continuations_of(staging / MODEL, exported.facts)
+        samples = continuations_of(staging / MODEL, exported.facts, request.device)
         files.write_text(staging / "RUN.md", run_page(name, goal, exported, samples))
-        files.write_json(staging / ENTRY, {"name": name, "goal": goal, **exported.facts.summary()})
+        files.write_json(staging / ENTRY, {"name": name, "goal": goal, **vars(exported.facts.summary())})
     return open_entry(registry, name), exported
 
 
@@ -80,20 +85,29 @@ def open_entry(registry: Path, name: str) -> Entry:
         known = [entry.name for entry in entries(registry)]
         hint = nearest(name, known) or f"; there are: {', '.join(known) or 'none yet'}"
         raise ExchangeError(f"{registry} has no model named {name}{hint}")
-    return Entry(path.parent, files.read_json(path))
+    return _read(path)
 
 
 def entries(registry: Path) -> list[Entry]:
     """Return every model of a registry, by name."""
     pages = sorted(path for path in registry.glob(f"*/{ENTRY}") if NAME.fullmatch(path.parent.name))
     pages = [path for path in pages if not path.parent.name.endswith((".preparing", ".replaced"))]
-    return [Entry(path.parent, files.read_json(path)) for path in pages]
+    return [_read(path) for path in pages]
 
 
-def continuations_of(model: Path, facts: RunFacts) -> list[tuple[str, str]]:
+def _read(path: Path) -> Entry:
+    values = files.read_json(path)
+    if not isinstance(values, dict):
+        raise ExchangeError(f"{path} is damaged: it holds no mapping")
+    goal = str(values.get("goal", ""))
+    facts = {key: value for key, value in values.items() if key not in ("name", "goal")}
+    return Entry(path.parent, goal, parse_section(Summary, facts, str(path)))
+
+
+def continuations_of(model: Path, facts: RunFacts, device: str) -> list[tuple[str, str]]:
     """Return prompts from the run's own held-out text and the model's greedy continuations."""
     held_out = read_held_out(str(cache_directory(facts.config.data)), 2**16)
-    opened = open_model(model, "auto")
+    opened = open_model(model, device)
     return [(prompt, greedy_continuation(opened, prompt)) for prompt in default_prompts(held_out)]
 
 

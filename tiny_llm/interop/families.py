@@ -75,9 +75,9 @@ def _unsupported(values: Values) -> list[str]:
         for key, neutral in NEUTRAL.items()
         if key in values and values[key] not in neutral
     ]
-    rope = (values.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope != "default":
-        found.append(f"rope_parameters.rope_type={rope}")
+    rope = {"rope_type": "default", **(values.get("rope_parameters") or {})}
+    plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
+    found += [f"rope_parameters.{key}={show(rope[key])}" for key in rope if rope[key] != plain.get(key)]
     if windows := set(values.get("layer_types") or []) - {"full_attention"}:
         found.append(f"layer_types={', '.join(sorted(map(str, windows)))}")
     return found
@@ -108,6 +108,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+    "quantization_config": (None,),
 }
 DEFAULTS = {"init_std": 0.02, "rope_theta": 10000.0}
 

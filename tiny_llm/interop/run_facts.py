@@ -47,35 +47,66 @@ class RunFacts:
         """Whether these are the weights that the run ended with."""
         return bool(self.result) and self.update == self.plan.updates
 
-    def loss(self) -> tuple[float, int] | None:
-        """Return the validation loss in nats that the run wrote at this update, and over how many targets.
-
-        The loss on the whole split is preferred to that on the epochs' subset.
-        """
+    def loss(self) -> MeasuredLoss | None:
+        """Return what the run measured at this update; the whole split is preferred to the epochs' subset."""
         rows = [row for row in self.rows if row["update"] == self.update and "targets" in row]
         if not rows:
             return None
         best = max(rows, key=lambda row: row["event"] == "final_validation")
-        return float(best["loss"]), int(best["targets"])
+        evaluation, over = self.config.evaluation, "the whole split"
+        if best["event"] != "final_validation":
+            over = f"a subset of at most {evaluation.subset_blocks} blocks (seed {evaluation.seed})"
+        return MeasuredLoss(float(best["loss"]), int(best["targets"]), over)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the facts that a program wants, as plain data."""
-        loss = self.loss()
-        return {
-            "checkpoint": self.checkpoint,
-            "worker": self.worker,
-            "workers": self.plan.num_models,
-            "update": self.update,
-            "training_tokens": self.tokens,
-            "parameters": self.counts.total,
-            "core_parameters": self.counts.core,
-            "training_loss": None if loss is None else loss[0],
-            "training_loss_targets": None if loss is None else loss[1],
-            "tokens_per_second": self.result.get("tokens_per_second"),
-            "device": self.environment.get("hardware", {}).get("device_name"),
-            "data_identity": self.corpus.get("identity"),
-            "context_length": self.config.model.context_length,
-        }
+    def summary(self) -> Summary:
+        loss, config = self.loss(), self.config
+        return Summary(
+            checkpoint=self.checkpoint,
+            worker=self.worker,
+            workers=self.plan.num_models,
+            update=self.update,
+            training_tokens=self.tokens,
+            parameters=self.counts.total,
+            core_parameters=self.counts.core,
+            training_loss=None if loss is None else loss.nats,
+            training_loss_targets=None if loss is None else loss.targets,
+            training_loss_over=None if loss is None else loss.over,
+            precision=config.runtime.precision,
+            context_length=config.model.context_length,
+            data_identity=str(self.corpus["identity"]),
+            tokens_per_second=self.result.get("tokens_per_second"),
+            device=self.environment.get("hardware", {}).get("device_name"),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """A mean cross-entropy in nats over `targets` held-out targets; `over`: of how much of the split."""
+
+    nats: float
+    targets: int
+    over: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The facts that a program wants. The training loss is what the run measured of its workers' mean."""
+
+    checkpoint: str
+    worker: int | None
+    workers: int
+    update: int
+    training_tokens: int
+    parameters: int
+    core_parameters: int
+    training_loss: float | None
+    training_loss_targets: int | None
+    training_loss_over: str | None
+    precision: str
+    context_length: int
+    data_identity: str
+    tokens_per_second: float | None
+    device: str | None
 
 
 def run_facts(run: Path, saved: SavedRun, worker: int | None) -> RunFacts:

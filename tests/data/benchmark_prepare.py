@@ -1,4 +1,4 @@
-"""Preparation against bare `tokenizers`: `python tests/data/benchmark_prepare.py [WORKERS [REPEATS]]`.
+"""Preparation against bare `tokenizers`: `python -m tiny_llm.benchmark kind=prepare`.
 
 Bare means: as many processes, each with the same tokenizer on one thread, call encode_batch on their share of the
 same batches and do nothing with the result. Preparation reads, hashes, shuffles, encodes, checks and writes; its
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 import sysconfig
 import tempfile
 import time
@@ -76,25 +75,22 @@ def prepared_tokens_per_second(directory: Path, corpus: Path, workers: int) -> f
     return float(line.split()[-2].replace(",", ""))
 
 
-def main() -> None:
-    workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+def measure(turns: int, workers: int = 2) -> dict[str, Any]:
+    """Return the best of both in tokens a second; `python -m tiny_llm.benchmark kind=prepare` calls this."""
     texts = documents()
+    bare, prepared = [], []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         tok.train_bpe(texts[::4], 32000, directory / "tokenizer")
         corpus = directory / "corpus.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        bare, prepared = [], []
-        for _ in range(repeats):
+        for _ in range(turns):
             bare.append(bare_tokens_per_second(directory / "tokenizer", texts, workers))
             prepared.append(prepared_tokens_per_second(directory, corpus, workers))
-            print(
-                f"bare {bare[-1]:,.0f} tokens/s, prepare {prepared[-1]:,.0f}, {prepared[-1] / bare[-1]:.1%}",
-                flush=True,
-            )
-    print(f"best of {repeats}: prepare reaches {max(prepared) / max(bare):.1%} of bare encode_batch")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "name": "preparation against bare encode_batch",
+        "processes": workers,
+        "bare_tokens_per_second": {"best": max(bare), "worst": min(bare)},
+        "prepare_tokens_per_second": {"best": max(prepared), "worst": min(prepared)},
+        "share": max(prepared) / max(bare),
+    }

@@ -80,7 +80,7 @@ def test_one_model_equals_the_plain_llama(
         expected = reference.loss(tokens, targets)
         expected.backward()  # type: ignore[no-untyped-call]
         loss = loss_sums(model, parameters, tokens, targets, dtype) / (targets != -100).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
         assert (
             apart(hidden_states(model, parameters, tokens, dtype), reference.hidden_states(tokens))

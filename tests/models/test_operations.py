@@ -168,8 +168,8 @@ def test_query_heads_share_key_and_value_heads_in_order(
     for b in range(B):
         for head in range(4):
             heard = head * kv_heads // 4
-            turned = [loop_rotate(part.numpy(), 100.0) for part in (q[b, :, head], k[b, :, heard])]
-            expected = torch.from_numpy(loop_attention(*turned, v[b, :, heard].numpy()))
+            query, key = (loop_rotate(part.numpy(), 100.0) for part in (q[b, :, head], k[b, :, heard]))
+            expected = torch.from_numpy(loop_attention(query, key, v[b, :, heard].numpy()))
             found = mixed[b, :, 2 * head : 2 * head + 2]
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 

@@ -40,7 +40,7 @@ class SeparateOptimizers:
     """For each worker its own parameters and its own torch.optim.AdamW."""
 
     def __init__(self, model: PackedLlama, settings: OptimizerConfig) -> None:
-        self.settings = settings
+        self.settings, decay = settings, settings.weight_decay
         self.parameters = [
             {n: nn.Parameter(v.clone()) for n, v in model.local_state_dict(i).items()}
             for i in range(model.num_models)
@@ -48,13 +48,12 @@ class SeparateOptimizers:
         self.optimizers = [
             torch.optim.AdamW(
                 [
-                    {"params": [p for p in own.values() if p.dim() == 2]},
+                    {"params": [p for p in own.values() if p.dim() == 2], "weight_decay": decay},
                     {"params": [p for p in own.values() if p.dim() == 1], "weight_decay": 0.0},
                 ],
                 lr=settings.lr,
                 betas=(settings.beta1, settings.beta2),
                 eps=settings.eps,
-                weight_decay=settings.weight_decay,
                 foreach=False,
                 fused=False,
             )

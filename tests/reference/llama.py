@@ -46,12 +46,12 @@ class Attention(nn.Module):
         """Rows are positions, `length` of each sequence after another."""
         width = x_RD.shape[-1]
         parts = (x_RD @ self.qkv.weight.T).view(-1, length, 3 * self.heads, width // self.heads)
-        turned, v = parts.transpose(1, 2).split([2 * self.heads, self.heads], dim=1)
-        q, k = rotate(turned, self.theta).split(self.heads, dim=1)
+        turned, v = torch.split(parts.transpose(1, 2), [2 * self.heads, self.heads], dim=1)
+        q, k = torch.split(rotate(turned, self.theta), self.heads, dim=1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
         weights = torch.softmax(scores.masked_fill(future(length), -math.inf), dim=-1)
-        heard = (weights @ v).transpose(1, 2).reshape(-1, width)
-        return heard @ self.output.weight.T
+        heard: Tensor = (weights @ v).transpose(1, 2).reshape(-1, width)
+        return torch.matmul(heard, self.output.weight.T)
 
 
 class Mlp(nn.Module):
@@ -63,8 +63,8 @@ class Mlp(nn.Module):
         self.down = nn.Linear(model.ffn_width, model.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = (x @ self.gate_up.weight.T).split(len(self.gate_up.weight) // 2, dim=-1)
-        return (functional.silu(gate) * up) @ self.down.weight.T
+        gate, up = torch.chunk(x @ self.gate_up.weight.T, 2, dim=-1)
+        return torch.matmul(functional.silu(gate) * up, self.down.weight.T)
 
 
 class Block(nn.Module):
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
     def forward(self, x_RD: Tensor, length: int) -> Tensor:
         x_RD = x_RD + self.attention(self.attention_norm(x_RD), length)
-        return x_RD + self.mlp(self.mlp_norm(x_RD))
+        return torch.add(x_RD, self.mlp(self.mlp_norm(x_RD)))
 
 
 class ReferenceLlama(nn.Module):

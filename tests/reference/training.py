@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class HandTrainedWorkers:
             self._mix(r)
         return losses, norms
 
-    def _clip(self, parameters: list[Tensor]) -> float:
+    def _clip(self, parameters: Sequence[Tensor]) -> float:
         threshold = self.config.optimizer.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(
             parameters, math.inf if threshold is None else threshold, foreach=False
@@ -82,7 +83,7 @@ class HandTrainedWorkers:
         self.weakest = min(self.weakest, strength)
 
 
-def adamw(parameters: list[Tensor], config: Config) -> torch.optim.AdamW:
+def adamw(parameters: Sequence[Tensor], config: Config) -> torch.optim.AdamW:
     """Plain AdamW in which matrices decay and norms do not."""
     optimizer = config.optimizer
     groups: list[dict[str, Any]] = [

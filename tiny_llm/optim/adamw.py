@@ -75,6 +75,8 @@ class PackedAdamW:
         if divisor is not None and divisor.dtype == torch.float64:  # the kernel divides in fp32 only
             self.model.gradient_storage[i] /= divisor
             divisor = None
+        elif divisor is not None:
+            divisor = divisor.float()
         decayed = self.model.layout.decayed
         for part, weight_decay in (
             (slice(None, decayed), self.config.weight_decay),

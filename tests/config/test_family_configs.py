@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from tiny_llm.config.memory import sequence_bytes
 from tiny_llm.config.parameters import parameter_counts, parameter_specs
 from tiny_llm.config.parse import keys_of
 from tiny_llm.config.plan import make_plan
-from tiny_llm.config.saved import plain, read_yaml, recipe_identity, to_yaml
+from tiny_llm.config.saved import NOT_THE_RECIPE, flatten, plain, read_yaml, recipe_identity, to_yaml
 from tiny_llm.config.schema import ModelConfig
 
 TIED, QKV = "model.tied=true", "model.qkv_bias=true"
@@ -150,26 +152,40 @@ def test_any_switch_may_be_set_on_any_preset(overrides: list[str]) -> None:
     assert make_plan(config).parameters == sum(spec.numel for spec in parameter_specs(config.model))
 
 
-def test_a_config_saved_before_the_families_reads_as_the_llama_that_it_was(tmp_path: Path) -> None:
-    config = compose(["model=tiny", "data=stdlib"]).config()
-    values = plain(config)
-    younger = {
-        "model": set(values["model"]) - {"vocab_size", "layers", "width", "heads", "ffn_width", "context_length"}
-        - {"rope_theta", "norm_eps", "init_std"},
-        "training": {"updates", "epoch_updates"},
-        "evaluation": {"prompts"},
-        "data": {"validation_tokens"},
-    }  # fmt: skip
-    assert len(younger["model"]) == 11
-    for section, keys in younger.items():
+LLAMA = ["model=tiny", "data=stdlib", "output_dir=run"]
+OLDER = {"vocab_size", "layers", "width", "heads", "ffn_width", "context_length", "rope_theta", "norm_eps"}
+YOUNGER = {
+    "model": sorted(set(keys_of(ModelConfig)) - OLDER - {"init_std"}),
+    "training": ["updates", "epoch_updates"],
+    "evaluation": ["prompts"],
+    "data": ["validation_tokens"],
+}
+
+
+def older_values() -> dict[str, Any]:
+    """What was saved of a config before the families."""
+    values = plain(compose(LLAMA).config())
+    del values["init_from"]
+    for section, keys in YOUNGER.items():
         for key in keys:
             del values[section][key]
-    (tmp_path / "resolved.yaml").write_text(json.dumps(values))
-    assert read_yaml(tmp_path / "resolved.yaml") == config
+    return values
+
+
+def test_a_config_saved_before_the_families_reads_as_the_llama_that_it_was(tmp_path: Path) -> None:
+    assert len(YOUNGER["model"]) == 11
+    (tmp_path / "resolved.yaml").write_text(json.dumps(older_values()))
+    assert read_yaml(tmp_path / "resolved.yaml") == compose(LLAMA).config()
+
+
+def test_a_recipe_from_before_the_families_keeps_its_identity() -> None:
+    flat = {key: value for key, value in flatten(older_values()).items() if key not in NOT_THE_RECIPE}
+    expected = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
+    assert recipe_identity(compose(LLAMA).config()) == expected
 
 
 def test_younger_keys_at_their_defaults_leave_the_identity() -> None:
-    config = compose(["model=tiny", "data=stdlib"]).config()
+    config = compose(LLAMA).config()
     for section, changes in (
         ("model", {"tied": False}),
         ("model", {"dropout": 0.1}),

@@ -113,6 +113,21 @@ def test_a_sequence_that_ends_leaves_the_others_as_they_were(model: ModelConfig)
     assert len({len(tokens) for tokens in together}) > 1
 
 
+@by_model
+def test_a_sequence_that_moves_up_keeps_its_own_place(model: ModelConfig) -> None:
+    """... also when its view moves on to where that of the sequence before it had been."""
+    state, length = random_state(model, 1), model.context_length
+    step = max(1, length // 2)
+    longer, shorter = ([token % 50 for token in range(length + extra)] for extra in (2 * step, step))
+    reader = generation.Reader(model, state, 2)
+    reader.next_logits([longer, shorter])
+    reader.keep([1])
+    for token in (7, 8, 9):
+        shorter = [*shorter, token]
+        expected = last_logits(model, state, shorter)
+        assert (reader.next_logits([shorter])[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_when_all_have_ended_nothing_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_state(LLAMA, 1)
     first = greedy(LLAMA, state, [5], 1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -88,8 +89,13 @@ def test_a_signal_and_a_kill_change_no_bit_and_repeat_no_sample(
 
 def test_samples_past_a_checkpoint_are_cut_off(packed: Path, tmp_path: Path) -> None:
     train(f"resume={packed}/epoch-002.pt", f"output_dir={tmp_path / 'on'}")
-    assert_same_run(tmp_path / "on", packed)
-    assert samples_of(tmp_path / "on") == samples_of(packed)
+    shutil.copytree(packed, tmp_path / "same")
+    for name in ("final.pt", "result.json", "epoch-003.pt", "epoch-004.pt"):
+        (tmp_path / "same" / name).unlink()
+    train(f"resume={tmp_path / 'same'}")
+    for run in (tmp_path / "on", tmp_path / "same"):
+        assert_same_run(run, packed)
+        assert samples_of(run) == samples_of(packed)
 
 
 def test_looped_and_batched_workers_train_the_same_model(
@@ -185,8 +191,6 @@ def test_mistakes_at_the_door_are_one_line(
 
 
 def test_a_lost_samples_file_is_named(packed: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(packed, tmp_path / "run")
     for name in ("final.pt", "result.json"):
         (tmp_path / "run" / name).unlink()

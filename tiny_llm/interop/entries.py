@@ -3,7 +3,7 @@
     registry/NAME/model/       the export (see exporting.py), in fp32
     registry/NAME/RUN.md       goal, data, architecture, hyper-parameters, curve, results, samples
     registry/NAME/entry.json   the facts of it that a program wants
-    registry/NAME/             resolved.yaml, metrics.jsonl, environment.json, result.json, loss.png of the run
+    registry/NAME/             what the run wrote: resolved.yaml, metrics.jsonl, environment.json, result.json, ...
 
 An entry is whole or absent and never changes. The losses in it are those that the run measured while training; what
 `comparison.py` measures is kept apart from them.
@@ -30,7 +30,14 @@ from tiny_llm.interop.run_facts import RunFacts, Summary
 from tiny_llm.interop.tensors import ExchangeError
 
 ENTRY, MODEL = "entry.json", "model"
-FROM_THE_RUN = ("resolved.yaml", "metrics.jsonl", "environment.json", "result.json", "loss.png")
+FROM_THE_RUN = (
+    "resolved.yaml",
+    "metrics.jsonl",
+    "environment.json",
+    "result.json",
+    "samples.jsonl",
+    "loss.png",
+)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

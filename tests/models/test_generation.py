@@ -74,10 +74,10 @@ def greedy(model: ModelConfig, state: dict[str, Tensor], prompt: list[int], coun
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: f"{len(prompt)} tokens")
 def test_tokens_are_those_of_recomputing_also_past_the_context(model: ModelConfig, prompt: list[int]) -> None:
     state = random_state(model, 1)
-    assert greedy(model, state, prompt, 45) == recomputed(model, state, prompt, 45)
+    assert greedy(model, state, prompt, 30) == recomputed(model, state, prompt, 30)
     varied = Sampling(temperature=3.0, top_k=30, top_p=0.95)  # where greedy models repeat themselves
-    tokens = cached(model, state, prompt, 45, varied)
-    assert tokens == recomputed(model, state, prompt, 45, varied)
+    tokens = cached(model, state, prompt, 30, varied)
+    assert tokens == recomputed(model, state, prompt, 30, varied)
     assert len(set(tokens)) > 10
 
 

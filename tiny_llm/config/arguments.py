@@ -36,14 +36,12 @@ def parse_arguments(door: str, arguments: type[Arguments], argv: list[str] | Non
 def _value(text: str, hint: object) -> object:
     """Return a word as null, a truth value or a number where it reads as one and the key could take it."""
     if any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
-        return _list(text)
+        return _list(text, hint)
     constants: dict[str, object] = {"null": None, "true": True, "false": False}
     if text in constants:
         return constants[text]
     if str in get_args(hint):
         return text
-    if text.startswith("[") and text.endswith("]"):
-        return [_value(item.strip(), hint) for item in text[1:-1].split(",") if item.strip()]
     for number in (int, float):
         try:
             return number(text)
@@ -52,14 +50,18 @@ def _value(text: str, hint: object) -> object:
     return text
 
 
-def _list(text: str) -> object:
-    """Return the texts of a list such as [a,b] or ['a, b',c]; anything else as it is."""
+def _list(text: str, hint: object) -> object:
+    """Return the items of a list such as [a,b], ['a, b',c] or [1,2]; anything else as it is."""
     import yaml
 
     try:
-        return yaml.load(text, yaml.BaseLoader) if text.startswith("[") else text
+        items = yaml.load(text, yaml.BaseLoader) if text.startswith("[") else None
     except yaml.YAMLError:
+        items = None
+    if items is None:
         return text
+    item_hint = next(get_args(option)[0] for option in (hint, *get_args(hint)) if get_origin(option) is tuple)
+    return items if item_hint is str else [_value(item, item_hint) for item in items]
 
 
 def _usage(door: str, arguments: type[object], hints: dict[str, object]) -> str:

@@ -7,6 +7,7 @@ every matmul has the workers on its leading axis; `looped` runs `worker(i)`, vie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from tiny_llm.decentralized.topology import Topology
 from tiny_llm.models import operations as op
 from tiny_llm.models.decoder import head_weight, hidden_states, loss_sums, register
 from tiny_llm.models.initialization import initial_parameters
+
+# Packed gradients are strided like their parameters, rows of an arena apart; torch expects them dense.
+warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
 
 
 class PackedLlama(nn.Module):

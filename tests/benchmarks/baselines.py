@@ -7,6 +7,7 @@ model, mix by a matrix product, and get the same batch in the same precision.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +54,20 @@ class OneAfterAnother:
             torch.optim.AdamW(model.values(), lr=1e-3, fused=True, weight_decay=0.1) for model in self.models
         ]
         self.loss = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
+        self.seconds = {"compute": 0.0, "clip": 0.0, "adamw": 0.0}
 
     def update(self, tokens_NBT: Tensor, targets_NBT: Tensor) -> None:
         for i, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            started = time.perf_counter()
             self.loss(self.plan, model, tokens_NBT[i], targets_NBT[i], self.dtype).backward()
+            computed = time.perf_counter()
             torch.nn.utils.clip_grad_norm_(model.values(), 1.0)
+            clipped = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
+            self.seconds["compute"] += computed - started
+            self.seconds["clip"] += clipped - computed
+            self.seconds["adamw"] += time.perf_counter() - clipped
 
 
 class Packed:
@@ -125,9 +133,13 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
         way.update(rows[..., :-1].contiguous(), rows[..., 1:].contiguous())
 
     work()
+    seconds_of_parts = getattr(way, "seconds", {})
+    seconds_of_parts.update(dict.fromkeys(seconds_of_parts, 0.0))  # forget the warm-up
     rates = []
     for _ in range(windows):
         seconds = seconds_of(lambda: [work() for _ in range(updates)], device)
         rates.append(updates * config.training.batch_tokens / seconds)
     machine = faster(before, measure_machine(device, dtype))
-    return {**described(name, plan, machine, rates), "execution": name, "components": {}}
+    total = sum(seconds_of_parts.values())
+    components = {part: seconds / total for part, seconds in seconds_of_parts.items()}
+    return {**described(name, plan, machine, rates), "execution": name, "components": components}

@@ -116,5 +116,6 @@ def _load(file: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # so that its functions can be sent to processes of its own
     spec.loader.exec_module(module)
     return module

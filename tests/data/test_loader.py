@@ -17,7 +17,7 @@ from tiny_llm.data.loader import ExhaustedError, TrainingStream, check_capacity,
 def stream_by_definition(
     tokens: list[int], shard_tokens: int, length: int, group_size: int, seed: int, passes: int
 ) -> list[list[int]]:
-    """Return every row of the stream, from the words of the issue and nothing else."""
+    """Return every row of the stream, from the definition of the stream and nothing else."""
     rows = []
     for repeat in range(passes):
         groups: dict[int, list[list[int]]] = {}

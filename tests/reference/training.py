@@ -2,7 +2,7 @@
 
 Every worker is a `ReferenceLlama` of its own with a `torch.optim.AdamW` of its own. Mixing multiplies the weights,
 one long numpy vector a worker, by the matrix that the topology's definition gives. Learning rate and gamma are
-written down again from the issues' wording. Only values are read from the config, never a formula.
+written down again from their definitions. Only values are read from the config, never a formula.
 """
 
 from __future__ import annotations

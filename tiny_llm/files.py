@@ -24,7 +24,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -43,7 +43,8 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged: {error}; remove it or restore a copy") from None
 
 
-def sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's entries, last through a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,13 +9,14 @@ of anything.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tiny_llm import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -277,14 +278,4 @@ def _series(rows: Sequence[Row], key: str) -> tuple[Numbers, Numbers]:
 
 
 def _save(figure: Figure, out: Path) -> None:
-    temporary = out.with_name(f".{out.name}.tmp")
-    with temporary.open("wb") as file:
-        figure.savefig(file, format="png")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(out)
-    folder = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files.write_whole(out, lambda file: figure.savefig(file, format="png"))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from tiny_llm import files
 from tiny_llm.config.errors import UserError
 
 
@@ -79,23 +80,14 @@ def staged(directory: Path) -> Iterator[Path]:
 
 def _publish(staging: Path, directory: Path) -> None:
     for path in staging.rglob("*"):
-        flush(path)
-    flush(staging)
+        files.sync(path)
+    files.sync(staging)
     if directory.exists():
         replaced = beside(directory, "replaced")
         directory.rename(replaced)
         staging.rename(directory)
-        flush(directory.parent)
+        files.sync(directory.parent)
         shutil.rmtree(replaced)
     else:
         staging.rename(directory)
-        flush(directory.parent)
-
-
-def flush(path: Path) -> None:
-    """Make a file's content, or a directory's entries, last through a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.sync(directory.parent)

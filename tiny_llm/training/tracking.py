@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from tiny_llm import files
 from tiny_llm.config.errors import UserError
 
 Kind = Literal["none", "tensorboard", "wandb"]
@@ -192,7 +193,5 @@ class WandbSink:
 def _run_id(run_directory: Path) -> str:
     path = run_directory / WANDB_ID_FILE
     if not path.exists():
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(uuid.uuid4().hex[:16], encoding="ascii")
-        temporary.replace(path)
+        files.write_text(path, uuid.uuid4().hex[:16])
     return path.read_text(encoding="ascii").strip()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tiny_llm import files
 from tiny_llm.config.errors import UserError
 
 
@@ -80,14 +79,23 @@ def staged(directory: Path) -> Iterator[Path]:
 
 def _publish(staging: Path, directory: Path) -> None:
     for path in staging.rglob("*"):
-        files.sync(path)
-    files.sync(staging)
+        flush(path)
+    flush(staging)
     if directory.exists():
         replaced = beside(directory, "replaced")
         directory.rename(replaced)
         staging.rename(directory)
-        files.sync(directory.parent)
+        flush(directory.parent)
         shutil.rmtree(replaced)
     else:
         staging.rename(directory)
-        files.sync(directory.parent)
+        flush(directory.parent)
+
+
+def flush(path: Path) -> None:
+    """Make a file's content, or a directory's entries, last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

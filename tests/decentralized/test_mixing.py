@@ -11,8 +11,8 @@ import torch
 from topology_reference import reference_matrix
 from torch import Tensor
 
-from tiny_llm.decentralized import mixing
-from tiny_llm.decentralized.mixing import consensus_error, mix_
+from tiny_llm.decentralized.consensus import consensus_error
+from tiny_llm.decentralized.mixing import mix_
 from tiny_llm.decentralized.topology import TOPOLOGY_NAMES, make_topology
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -53,7 +53,7 @@ def test_mixing_in_blocks_gives_the_bits_of_mixing_at_once(
     peers = make_topology("ring", 5).peers(0)
     whole, blocks = random_arena(5, columns), random_arena(5, columns)
     mix_(whole, peers, 0.7)
-    monkeypatch.setattr(mixing, "BLOCK", 7)
+    monkeypatch.setattr("tiny_llm.decentralized.arena.BLOCK", 7)
     mix_(blocks, peers, 0.7)
     assert torch.equal(blocks, whole)
     w = 0.7 * reference_matrix("ring", 5, 0) + 0.3 * np.eye(5)
@@ -135,7 +135,7 @@ def looped_consensus_error(arena: Tensor) -> tuple[float, float]:
 def test_consensus_error_equals_the_loop(
     dtype: torch.dtype, tolerance: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixing, "BLOCK", block)
+    monkeypatch.setattr("tiny_llm.decentralized.consensus.PART", block)
     for workers in (1, 2, 5):
         arena = random_arena(workers, 83, dtype) + 0.5
         assert consensus_error(arena) == pytest.approx(

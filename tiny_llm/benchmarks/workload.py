@@ -43,7 +43,7 @@ def trainer_of(plan: Plan) -> Iterator[Trainer]:
     with tempfile.TemporaryDirectory() as place, open(Path(place) / "run.log", "w") as log:
         cache = random_cache(Path(place) / "cache", plan)
         directory = RunDirectory(Path(place) / "run")
-        with directory.locked(), contextlib.closing(Metrics(directory)) as metrics:
+        with directory.locked(), contextlib.closing(Metrics(directory / "metrics.jsonl")) as metrics:
             tracker = open_tracker("none", directory.path, {}, "benchmark", 0)
             trainer = Trainer(plan, directory, cache, device, metrics, tracker, StopSignals())
             trainer.progress = Progress(plan.updates, plan.tokens, 0, stream=log)

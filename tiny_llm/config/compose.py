@@ -6,6 +6,7 @@ leaves it as one line on stderr and exit code 2.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 from tiny_llm.config.budget import drop_other_measure
 from tiny_llm.config.errors import ConfigError, UserError, nearest
 from tiny_llm.config.parse import all_keys, parse_config, unknown_key
+from tiny_llm.config.placement import Placement, find_placement
 from tiny_llm.config.schema import Config
 from tiny_llm.config.validation import validate
 
@@ -189,6 +191,11 @@ def _check_sweeping(overrides: list[str], multirun: bool, sweeps: bool) -> None:
     """Refuse a sweep where there is none to run, and a sweep's settings without one."""
     if (multirun or "hydra.mode=MULTIRUN" in overrides) and not sweeps:
         raise ConfigError("-m runs trainings side by side; use python -m tiny_llm.train -m")
+    if multirun and find_placement().world > 1:
+        raise ConfigError(
+            "-m hands each point to a launcher, which starts its ranks itself: start one process, without torchrun "
+            "or srun, and set hydra.launcher.nodes and hydra.launcher.tasks_per_node of hydra/launcher=slurm"
+        )
     for text in overrides:
         if not multirun and override_key(text).startswith(("sweep_name", "hydra/launcher", "hydra.launcher")):
             raise ConfigError(f"{text} would be ignored without -m, which makes a sweep of the command")
@@ -208,5 +215,13 @@ class user_errors_in_one_line:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
         if isinstance(error, UserError):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(2) from None
+
+
+def _rank() -> str:
+    """Return which of several ranks is speaking."""
+    placement = Placement()
+    with contextlib.suppress(UserError):
+        placement = find_placement()
+    return f"rank {placement.rank}: " if placement.world > 1 else ""

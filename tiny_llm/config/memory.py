@@ -21,11 +21,11 @@ def padded(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def training_bytes(config: Config, micro_batch_size: int) -> int:
-    """Return the bytes of a training process that the model accounts for (not the interpreter's own)."""
+def training_bytes(config: Config, micro_batch_size: int, ranks: int = 1) -> int:
+    """Return the bytes of one of a run's processes that the model accounts for (not the interpreter's own)."""
     master = 8 if config.runtime.precision == "fp64" else 4
     arena = master * sum(padded(spec.numel) for spec in parameter_specs(config.model))
-    workers = config.decentralized.num_models
+    workers = max(1, config.decentralized.num_models // ranks)
     at_once = 1 if executes_looped(config) else workers
     return 4 * workers * arena + at_once * micro_batch_size * sequence_bytes(config) + 4 * LOGIT_BLOCK_BYTES
 
@@ -60,9 +60,12 @@ def on_cuda(config: Config) -> bool:
     return device.startswith("cuda") or (device == "auto" and _cuda_bytes() is not None)
 
 
-def largest_micro_batch(config: Config, sequences: int) -> int:
-    """Return the largest divisor of `sequences` that fits into this device; at least 1."""
-    budget = _device_bytes(config)
+def largest_micro_batch(config: Config, sequences: int, ranks: int = 1) -> int:
+    """Return the largest divisor of `sequences` that fits into this device; at least 1.
+
+    ranks: how many processes share this machine, if it is a CPU.
+    """
+    budget = _device_bytes(config) if on_cuda(config) else _device_bytes(config) // ranks
     fitting = [d for d in divisors(sequences) if training_bytes(config, d) <= budget]
     return max(fitting, default=1)
 

@@ -26,6 +26,7 @@ class Plan:
     parameters: int
     epoch_boundaries: tuple[int, ...]
     micro_batch_size: int
+    ranks: int = 1
 
     @property
     def num_models(self) -> int:
@@ -36,9 +37,24 @@ class Plan:
         return self.config.training.batch_tokens // self.config.model.context_length
 
     @property
+    def data_parallel(self) -> bool:
+        """Whether all ranks train one model together."""
+        return self.ranks > 1 and self.num_models == 1
+
+    def workers(self, rank: int) -> range:
+        """Return the workers that `rank` holds."""
+        share = max(1, self.num_models // self.ranks)
+        return range(1) if self.num_models == 1 else range(rank * share, (rank + 1) * share)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Sequences of one micro-batch, over all workers and ranks."""
+        return max(self.num_models, self.ranks) * self.micro_batch_size
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches a worker adds up in one update."""
-        return self.batch_sequences // (self.num_models * self.micro_batch_size)
+        """Micro-batches a worker, or a data-parallel rank, adds up in one update."""
+        return self.batch_sequences // self.rows_at_once
 
     @property
     def updates(self) -> int:
@@ -86,7 +102,8 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        return memory.training_bytes(self.config, self.micro_batch_size)
+        """An estimate for each of the run's processes."""
+        return memory.training_bytes(self.config, self.micro_batch_size, self.ranks)
 
     def parameter_summary(self) -> dict[str, int]:
         """Return the parameters of one model, in all and by place (Kaplan et al. 2020: positions embed, too)."""
@@ -105,6 +122,7 @@ class Plan:
         return {
             **self.parameter_summary(),
             "num_models": self.num_models,
+            "ranks": self.ranks,
             "batch_tokens": self.config.training.batch_tokens,
             "micro_batch_size": self.micro_batch_size,
             "accumulation": self.accumulation,
@@ -120,10 +138,11 @@ class Plan:
         }
 
 
-def make_plan(config: Config) -> Plan:
-    """Derive the Plan. Raises ConfigError where the numbers of a config do not fit together."""
+def make_plan(config: Config, ranks: int = 1) -> Plan:
+    """Derive the Plan of a run on `ranks` processes. Raises ConfigError where the numbers do not fit together."""
     parameters = count_parameters(config.model)
-    plan = Plan(config, parameters, epoch_boundaries(config.training, parameters), _micro_batch_size(config))
+    boundaries = epoch_boundaries(config.training, parameters)
+    plan = Plan(config, parameters, boundaries, _micro_batch_size(config, ranks), ranks)
     adaptive = config.adaptive_consensus
     if (
         adaptive.p
@@ -142,12 +161,18 @@ def settled(config: Config, plan: Plan) -> Config:
     return replace(config, training=replace(config.training, micro_batch_size=plan.micro_batch_size))
 
 
-def _micro_batch_size(config: Config) -> int:
+def _micro_batch_size(config: Config, ranks: int) -> int:
     training, length, workers = config.training, config.model.context_length, config.decentralized.num_models
-    unit = length * workers
+    if workers > 1 and workers % ranks:
+        raise ConfigError(
+            f"decentralized.num_models={workers} cannot be divided among {ranks} ranks; "
+            f"start {' or '.join(str(d) for d in memory.divisors(workers))} ranks"
+        )
+    unit = length * max(workers, ranks)
     if training.batch_tokens % unit:
         low = training.batch_tokens // unit * unit
-        what = "model.context_length" if workers == 1 else "decentralized.num_models * model.context_length"
+        what = "decentralized.num_models * " if workers > 1 else "ranks * " if ranks > 1 else ""
+        what += "model.context_length"
         raise ConfigError(
             f"training.batch_tokens={training.batch_tokens}: expected a multiple of {what} = {unit}; "
             f"the nearest are {f'{low} and ' if low else ''}{low + unit}"
@@ -156,7 +181,7 @@ def _micro_batch_size(config: Config) -> int:
     if workers > 1:
         return _packed_micro_batch_size(training.micro_batch_size, sequences, unit)
     if training.micro_batch_size is None:
-        return memory.largest_micro_batch(config, sequences)
+        return memory.largest_micro_batch(config, sequences, ranks)
     if sequences % training.micro_batch_size:
         raise ConfigError(
             f"training.micro_batch_size={training.micro_batch_size} does not divide the {sequences} sequences of an "

@@ -16,6 +16,7 @@ from tiny_llm.config.schema import Config
 FREE_ON_RESUME = (
     "runtime.device",
     "runtime.threads",
+    "runtime.timeout_seconds",
     "output_dir",
     "resume",
     "dry_run",

@@ -237,6 +237,7 @@ class RuntimeConfig:
     precision: Literal["auto", "fp32", "bf16", "fp64"]
     compile: Literal["auto"] | bool
     threads: PositiveInt | None
+    timeout_seconds: Positive = 600.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiny_llm.config.plan import Plan
+
+
+def own_rows(plan: Plan, rank: int) -> npt.NDArray[np.int64]:
+    """Return which rows of a micro-batch of all ranks are those of `rank`.
+
+    With N workers row k is worker k mod N's, wherever that worker is; data-parallel ranks take runs of rows.
+    """
+    rows = np.arange(plan.num_models * plan.micro_batch_size)  # of one rank, where data-parallel
+    if plan.data_parallel:
+        return rows + rank * plan.micro_batch_size
+    workers = plan.workers(rank)
+    return rows.reshape(-1, plan.num_models)[:, workers.start : workers.stop].ravel()
+
 
 def micro_batch(
     rows: npt.NDArray[np.integer[Any]], device: torch.device | str

@@ -141,24 +141,27 @@ class TrainingStream:
         """The number of sequences delivered so far, those before this stream's start included."""
         return self._position
 
-    def next_rows(self, rows: int) -> npt.NDArray[np.int64]:
+    def next_rows(self, rows: int, own: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """Return the next rows, int64 [rows, L + 1], across the edges of groups and passes.
 
-        Raises ExhaustedError when fewer are left, and what the background reader met (DamagedCacheError).
+        own: which of them, ascending, to return; the others are passed over. Raises ExhaustedError when fewer are
+        left, and what the background reader met (DamagedCacheError).
         """
         if self._position + rows > self._end:
             raise ExhaustedError(
                 f"asked for sequences {self._position:,} to {self._position + rows:,}; the cache in "
                 f"{self._shuffle.cache.directory} has {self._end:,} over all passes: raise data.max_passes"
             )
-        batch = np.empty((rows, self._shuffle.context_length + 1), np.int64)
-        filled = 0
-        while filled < rows:
+        own = np.arange(rows) if own is None else own
+        batch = np.empty((len(own), self._shuffle.context_length + 1), np.int64)
+        passed = 0
+        while passed < rows:
             place = self._shuffle.place(self._position)
             group = self._group(place)
-            chosen = group.order[place.row : place.row + rows - filled]
-            batch[filled : filled + len(chosen)] = group.sequences[chosen]
-            filled += len(chosen)
+            chosen = group.order[place.row : place.row + rows - passed]
+            here = slice(*np.searchsorted(own, (passed, passed + len(chosen))))
+            batch[here] = group.sequences[chosen[own[here] - passed]]
+            passed += len(chosen)
             self._position += len(chosen)
         return batch
 

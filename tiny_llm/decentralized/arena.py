@@ -6,6 +6,7 @@ stays zero. What decays comes first, so a worker's decayed part is one contiguou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from tiny_llm.config.memory import padded
 from tiny_llm.config.parameters import ParameterSpec
+
+BLOCK = 2**18  # columns at once on a CPU: what mixing leaves in its caches, AdamW finds there
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,11 @@ class Layout:
     def plain(self) -> list[dict[str, Any]]:
         """Return the layout as plain data, as checkpoints keep it."""
         return [{**vars(entry), "shape": list(entry.shape)} for entry in self.entries]
+
+
+def blocks(arena_ND: Tensor, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+    """Yield an arena's columns from start to stop: on a CPU in blocks, on other devices all at once."""
+    stop = arena_ND.shape[1] if stop is None else stop
+    size = BLOCK if arena_ND.device.type == "cpu" else max(1, stop - start)
+    for left in range(start, stop, size):
+        yield slice(left, min(left + size, stop))

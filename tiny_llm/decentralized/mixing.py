@@ -1,50 +1,88 @@
-"""One gossip step over an arena, in place: x <- W'x with W' = gamma W + (1 - gamma) I."""
+"""One gossip step over the rows of an arena, in place: x <- W'x with W' = gamma W + (1 - gamma) I.
+
+n workers of this process  N workers in all  D elements of a row  C columns of a block
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-Peers = list[list[tuple[int, float]]]
+from tiny_llm.decentralized.arena import blocks
 
-BLOCK = 2**17  # columns mixed at once on a CPU: N blocks and their results stay in its caches
+Peers = list[list[tuple[int, float]]]
+"""For each worker i the pairs (j, W_ij), i itself among them, in ascending j."""
+
+
+@dataclass
+class Sources:
+    """What a mixing step reads: this process's rows, workers `first` and on, and what others sent.
+
+    heard: rows [D] of workers elsewhere. total_D: the sum of all workers' rows, where all hear all.
+    """
+
+    rows_nD: Tensor
+    first: int = 0
+    heard: dict[int, Tensor] = field(default_factory=dict)
+    total_D: Tensor | None = None
+
+    def row(self, worker: int) -> Tensor:
+        heard = self.heard.get(worker)
+        return self.rows_nD[worker - self.first] if heard is None else heard
+
+
+class Mixing:
+    """A mixing step, ready to be applied to one block of columns after another."""
+
+    def __init__(self, sources: Sources, peers: Peers, gamma: float = 1.0) -> None:
+        self.sources = sources
+        self.gamma = gamma
+        self.num_models = len(peers)
+        own = range(sources.first, sources.first + len(sources.rows_nD))
+        self._terms = None if hears_all(peers) else [_weakened(peers[i], i, gamma) for i in own]
+
+    def apply_(self, columns: slice) -> None:
+        """Mix some columns of this process's rows.
+
+        Each row adds its terms by ascending worker, so its result does not depend on which process holds whom;
+        but where all hear all, they mix with one mean.
+        """
+        if self.num_models == 1 or self.gamma == 0.0:
+            return
+        if self._terms is None:
+            self._approach_mean_(columns)
+            return
+        mixed_nC = torch.empty_like(self.sources.rows_nD[:, columns])
+        for row_C, ((first, weight), *others) in zip(mixed_nC, self._terms, strict=True):
+            torch.mul(self.sources.row(first)[columns], weight, out=row_C)
+            for j, weight in others:
+                row_C.add_(self.sources.row(j)[columns], alpha=weight)
+        self.sources.rows_nD[:, columns] = mixed_nC
+
+    def _approach_mean_(self, columns: slice) -> None:
+        rows_nC, total_D = self.sources.rows_nD[:, columns], self.sources.total_D
+        mean_C = rows_nC.sum(0) if total_D is None else total_D[columns].clone()
+        mean_C.div_(self.num_models)
+        if self.gamma == 1.0:
+            rows_nC.copy_(mean_C)
+        else:
+            rows_nC.mul_(1 - self.gamma).add_(mean_C, alpha=self.gamma)
 
 
 def mix_(arena_ND: Tensor, peers: Peers, gamma: float = 1.0) -> None:
-    """Mix the rows of an arena [N, D] by the sparse rows of W, without a second arena.
+    """Mix the rows of an arena that holds all workers, without a second arena."""
+    mixing = Mixing(Sources(arena_ND), peers, gamma)
+    for columns in blocks(arena_ND):
+        mixing.apply_(columns)
 
-    peers: for each worker i the pairs (j, W_ij), i itself among them, in ascending j. Each row adds its terms
-    in that order, so a worker's result does not depend on how many others there are.
-    """
-    if len(arena_ND) == 1 or gamma == 0.0:
-        return
-    rows = [_weakened(row, i, gamma) for i, row in enumerate(peers)]
-    columns = arena_ND.shape[1]
-    block = BLOCK if arena_ND.device.type == "cpu" else columns
-    mixed_NC = torch.empty(len(arena_ND), min(block, columns), dtype=arena_ND.dtype, device=arena_ND.device)
-    for start in range(0, columns, block):
-        part_NC = arena_ND[:, start : start + block]
-        result_NC = mixed_NC[:, : part_NC.shape[1]]
-        for i, row in enumerate(rows):
-            (first, weight), *others = row
-            torch.mul(part_NC[first], weight, out=result_NC[i])
-            for j, weight in others:
-                result_NC[i].add_(part_NC[j], alpha=weight)
-        part_NC.copy_(result_NC)
+
+def hears_all(peers: Peers) -> bool:
+    """Whether every worker takes the same share of every worker."""
+    return all(len(row) == len(peers) and len({weight for _, weight in row}) == 1 for row in peers)
 
 
 def _weakened(row: list[tuple[int, float]], i: int, gamma: float) -> list[tuple[int, float]]:
     """Return row i of gamma W + (1 - gamma) I."""
     return [(j, gamma * weight + (1 - gamma) * (j == i)) for j, weight in row]
-
-
-def consensus_error(arena_ND: Tensor) -> tuple[float, float]:
-    """Return the mean over workers of ||x_i - mean||^2, and the same relative to ||mean||^2."""
-    apart = torch.zeros((), dtype=torch.float64)
-    length = torch.zeros((), dtype=torch.float64)
-    for part_NC in torch.split(arena_ND, BLOCK * 8, dim=1):
-        mean_C = part_NC.mean(0)
-        apart += (part_NC - mean_C).square().sum(dtype=torch.float64).cpu()
-        length += mean_C.square().sum(dtype=torch.float64).cpu()
-    error = float(apart) / len(arena_ND)
-    return error, error / max(float(length), 1e-300)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tiny_llm.config.schema import OptimizerConfig
+from tiny_llm.decentralized.arena import blocks
+
+BlockWork = Callable[[slice], None]
 
 CLIP_EPS = 1e-6
 
@@ -40,10 +44,17 @@ class PackedAdamW:
         self.second_moment_storage = torch.zeros_like(model.parameter_storage)
 
     @torch.no_grad()
-    def step(self, lr: float | None = None, norms: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float | None = None,
+        norms: Tensor | None = None,
+        before: BlockWork | None = None,
+        after: BlockWork | None = None,
+    ) -> None:
         """Clip each worker's gradient by its own norm and apply one local update.
 
-        lr: this update's rate, config.lr when None. norms: [N], the gradients' norms if already taken.
+        lr: this update's rate, config.lr when None. norms: [N], the gradients' norms if already taken. before,
+        after: what to do to a block of columns around its update, while it is in the caches: mixing.
         Raises RuntimeError when the model has moved since this optimizer was built.
         """
         if self.model.parameter_storage is not self._parameters:
@@ -52,52 +63,55 @@ class PackedAdamW:
                 "stale storage; build PackedAdamW after .to(...)"
             )
         self.updates += 1
+        lr = self.config.lr if lr is None else lr
         divisors = self._clip_divisors(norms)
-        for i in range(len(self._parameters)):
-            self._update_worker(
-                i, self.config.lr if lr is None else lr, None if divisors is None else divisors[i]
-            )
+        decayed = self.model.layout.decayed
+        for start, stop, weight_decay in ((0, decayed, self.config.weight_decay), (decayed, None, 0.0)):
+            for columns in blocks(self._parameters, start, stop):
+                if before is not None:
+                    before(columns)
+                for i, divisor in enumerate(divisors):
+                    self._update_worker(i, columns, lr, weight_decay, divisor)
+                if after is not None:
+                    after(columns)
 
-    def _clip_divisors(self, norms: Tensor | None) -> Tensor | None:
+    def _clip_divisors(self, norms: Tensor | None) -> list[Tensor | None]:
         """Return max(1, (norm + eps) / threshold) for each worker: the kernel divides by it as it reads."""
         if self.config.grad_clip is None:
-            return None
+            return [None] * len(self._parameters)
         norms = self.model.gradient_norms() if norms is None else norms
-        return ((norms + CLIP_EPS) / self.config.grad_clip).clamp_min(1.0)
+        divisors = ((norms + CLIP_EPS) / self.config.grad_clip).clamp_min(1.0)
+        if divisors.dtype == torch.float64:  # the kernel divides in fp32 only
+            self.model.gradient_storage /= divisors[:, None]
+            return [None] * len(divisors)
+        return list(divisors.float().unbind())
 
-    def _update_worker(self, i: int, lr: float, divisor: Tensor | None) -> None:
-        arenas = (
-            self._parameters,
-            self.model.gradient_storage,
-            self.first_moment_storage,
-            self.second_moment_storage,
-        )
-        if divisor is not None and divisor.dtype == torch.float64:  # the kernel divides in fp32 only
-            self.model.gradient_storage[i] /= divisor
-            divisor = None
-        elif divisor is not None:
-            divisor = divisor.float()
-        decayed = self.model.layout.decayed
-        for part, weight_decay in (
-            (slice(None, decayed), self.config.weight_decay),
-            (slice(decayed, None), 0.0),
-        ):
-            parameter, gradient, first, second = (arena[i, part] for arena in arenas)
-            steps = torch.tensor(float(self.updates), device=parameter.device)
-            torch._fused_adamw_(
-                [parameter],
-                [gradient],
-                [first],
-                [second],
-                [],
-                [steps],
-                lr=lr,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                weight_decay=weight_decay,
-                eps=self.config.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=None,
+    def _update_worker(
+        self, i: int, columns: slice, lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
+        parameter, gradient, first, second = (
+            arena[i, columns]
+            for arena in (
+                self._parameters,
+                self.model.gradient_storage,
+                self.first_moment_storage,
+                self.second_moment_storage,
             )
+        )
+        torch._fused_adamw_(
+            [parameter],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(self.updates), device=parameter.device)],
+            lr=lr,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=None,
+        )

@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 from tiny_llm import files
-from tiny_llm.config.compose import Composed, user_errors_in_one_line
+from tiny_llm.config.compose import user_errors_in_one_line
+from tiny_llm.config.placement import find_placement
 from tiny_llm.config.plan import make_plan
-from tiny_llm.config.saved import FREE_ON_RESUME, plain, read_yaml
-from tiny_llm.config.schema import Config
+from tiny_llm.config.saved import read_yaml
 from tiny_llm.sweeps.sweep import COMPOSED
-from tiny_llm.training.resume import Resume, resumed
+from tiny_llm.training.resume import continuation
 from tiny_llm.training.run_directory import RunDirectory
 
 PR_SET_PDEATHSIG = 1
@@ -35,36 +35,14 @@ def run_point(path: Path) -> None:
         if directory.status == "complete" and (directory / "result.json").exists():
             print(f"{path} is complete; nothing is left to do")
             return
-        resume = _resume(directory, config)
+        placement = find_placement()
+        resume = continuation(path, config, placement.world) if directory.holds_run else None
         from tiny_llm.training.start import run
 
-        run(make_plan(resume.config if resume else config), resume)
+        run(make_plan(resume.config if resume else config, placement.world), resume, placement, again=True)
     except Exception as error:
         _note_failure(directory, error)
         raise
-
-
-def _resume(directory: RunDirectory, config: Config) -> Resume | None:
-    """Return what to go on from; None starts from scratch."""
-    if not directory.holds_run:
-        return None
-    from tiny_llm.training.checkpoint import STATE_FILES
-
-    if any(state for pattern in STATE_FILES for state in directory.path.glob(pattern)):
-        values = plain(config) | {"resume": str(directory.path)}
-        return resumed(Composed(values, [f"{key}=" for key in FREE_ON_RESUME]))
-    with directory.locked():  # a live process may be writing there
-        put_aside(directory)
-    return None
-
-
-def put_aside(directory: RunDirectory) -> None:
-    """Make room for a first start where an attempt died before it had saved anything; its rows are kept."""
-    rows = directory / "metrics.jsonl"
-    if rows.exists():
-        number = 1 + len(list(directory.path.glob("metrics-lost-*.jsonl")))
-        rows.rename(directory / f"metrics-lost-{number}.jsonl")
-    (directory / "resolved.yaml").unlink(missing_ok=True)
 
 
 def _note_failure(directory: RunDirectory, error: Exception) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.placement import Placement
 from tiny_llm.config.plan import Plan
 from tiny_llm.config.schema import Config
 
@@ -61,11 +62,12 @@ def master_dtype(config: Config) -> torch.dtype:
     return torch.float64 if config.runtime.precision == "fp64" else torch.float32
 
 
-def prepare_torch(config: Config) -> torch.device:
-    """Set threads and determinism for this process and return the device."""
-    device = open_device(config.runtime.device)
-    if config.runtime.threads:
-        torch.set_num_threads(config.runtime.threads)
+def prepare_torch(config: Config, placement: Placement | None = None) -> torch.device:
+    """Set threads and determinism for this process and return its device. Raises ConfigError."""
+    placement = placement or Placement()
+    device = _own_device(open_device(config.runtime.device), placement)
+    if threads := config.runtime.threads or _fair_threads(placement):
+        torch.set_num_threads(threads)
     if config.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -75,6 +77,27 @@ def prepare_torch(config: Config) -> torch.device:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest" if config.runtime.deterministic else "high")
     return device
+
+
+def _own_device(device: torch.device, placement: Placement) -> torch.device:
+    """Return the device of a rank: those of a machine's ranks follow one another."""
+    if device.type != "cuda" or placement.local_world == 1:
+        return device
+    if device.index is not None:
+        raise ConfigError(
+            f"runtime.device={device}: {placement.local_world} ranks on this machine cannot share one device; "
+            "use runtime.device=cuda"
+        )
+    return torch.device("cuda", placement.local_rank % torch.cuda.device_count())
+
+
+def _fair_threads(placement: Placement) -> int | None:
+    """Return a rank's share of the cores where torchrun, which knows no better, set OMP_NUM_THREADS to 1."""
+    if placement.local_world == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // placement.local_world)
 
 
 def keep_freed_memory() -> None:

@@ -20,7 +20,9 @@ from tiny_llm.config.schema import Config
 PACKAGES = ("torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf", "submitit")
 
 
-def describe_environment(config: Config, device: torch.device, identities: dict[str, str]) -> dict[str, Any]:
+def describe_environment(
+    config: Config, device: torch.device, identities: dict[str, str], ranks: int = 1
+) -> dict[str, Any]:
     """Return versions, source, hardware, settings that were decided here, seeds and identities."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -42,6 +44,7 @@ def describe_environment(config: Config, device: torch.device, identities: dict[
             "compile": config.runtime.compile,
             "deterministic": config.runtime.deterministic,
             "execution": "looped" if executes_looped(config) else "batched",
+            "ranks": ranks,
         },
         "seeds": {
             "runtime.seed": config.runtime.seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from tiny_llm import files
 from tiny_llm.analysis.curves import plot_run
 from tiny_llm.config.plan import Plan
 from tiny_llm.config.saved import plain, recipe_identity
-from tiny_llm.data.batches import micro_batch
+from tiny_llm.data.batches import micro_batch, own_rows
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.loader import TrainingStream
-from tiny_llm.decentralized.mixing import consensus_error
+from tiny_llm.decentralized.consensus import consensus_error
+from tiny_llm.distributed.ranks import Ranks, alone
 from tiny_llm.training.checkpoint import CheckpointError, State, save_state, save_weights
 from tiny_llm.training.engine import Engine, MicroBatch, UpdateResult
 from tiny_llm.training.evaluation import Evaluation, Evaluator
@@ -49,7 +51,10 @@ class Window:
 
 
 class Trainer:
-    """One run in one process. Construct it, maybe `restore` a state, then `train`."""
+    """One run, or one rank's part in it. Construct it, maybe `restore` a state, then `train`.
+
+    Of several ranks all do the same in the same order; the first alone writes.
+    """
 
     def __init__(
         self,
@@ -60,12 +65,15 @@ class Trainer:
         metrics: Metrics,
         tracker: Tracker,
         signals: StopSignals,
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan, self.config, self.directory = plan, plan.config, directory
         self.cache, self.device = cache, device
         self.metrics, self.tracker, self.signals = metrics, tracker, signals
-        self.engine = Engine(plan, device)
-        self.evaluator = Evaluator(self.config, cache, device)
+        self.ranks = ranks or alone(device)
+        self.engine = Engine(plan, device, self.ranks)
+        self.evaluator = Evaluator(self.config, cache, device, self.ranks)
+        self._own_rows = own_rows(plan, self.ranks.rank)
         self.update = 0  # updates done
         self.epochs_validated = 0
         self.tokens = 0
@@ -77,14 +85,10 @@ class Trainer:
         self._position = 0
 
     def restore(self, state: State) -> None:
-        """Go on from a training state, which `start.py` has checked."""
+        """Go on from a training state, which `start.py` has checked, whatever placement saved it."""
         engine = self.engine
-        for arena, saved in (
-            (engine.model.parameter_storage, state["parameters"]),
-            (engine.optimizer.first_moment_storage, state["first_moment"]),
-            (engine.optimizer.second_moment_storage, state["second_moment"]),
-        ):
-            arena.copy_(saved)
+        for name, arena in engine.arenas().items():
+            arena.copy_(state[name][engine.workers.start : engine.workers.stop])
         engine.optimizer.updates = self.update = state["update"]
         self.epochs_validated, self.best = state["epochs_validated"], state["best"]
         self.tokens, self.seconds, self.data_seconds = (
@@ -97,16 +101,19 @@ class Trainer:
         self._position = state["position"]
         torch.set_rng_state(state["rng"])
 
-    def state(self) -> State:
-        """Return everything that `restore` and `start.py` want, as plain data and tensors."""
-        engine = self.engine
+    def state(self) -> State | None:
+        """Return everything that `restore` and `start.py` want, as plain data and tensors, on the first rank.
+
+        The others get None. Raises ReplicaError when data-parallel ranks differ.
+        """
+        arenas = self.engine.collected()
+        if arenas is None:
+            return None
         return {
             "config": plain(self.config),
             "identity": {"recipe": recipe_identity(self.config), "data": self.cache.identity},
-            "layout": engine.model.layout.plain(),
-            "parameters": engine.model.parameter_storage,
-            "first_moment": engine.optimizer.first_moment_storage,
-            "second_moment": engine.optimizer.second_moment_storage,
+            "layout": self.engine.model.layout.plain(),
+            **arenas,
             "update": self.update,
             "epochs_validated": self.epochs_validated,
             "best": self.best,
@@ -128,13 +135,12 @@ class Trainer:
         stream = self.open_stream()
         self._last_saved = time.monotonic()
         try:
-            self._stop_if_asked()
+            self._heed_signals_and_clock()
             self._finish_epoch_if_due()
             while self.update < self.plan.updates:
                 self.advance(stream)
-                self._stop_if_asked()
+                self._heed_signals_and_clock()
                 self._finish_epoch_if_due()
-                self._save_recovery_if_due()
         finally:
             stream.close()
         return self._finish()
@@ -154,6 +160,7 @@ class Trainer:
 
     def advance(self, stream: TrainingStream) -> None:
         """Do one update: load, train, count, and log where a row is due."""
+        self.ranks.at_update(self.update)
         start = time.perf_counter()
         result = self.engine.update(self.update, lambda: self._next_micro_batch(stream))
         self.seconds += time.perf_counter() - start
@@ -167,7 +174,7 @@ class Trainer:
 
     def _next_micro_batch(self, stream: TrainingStream) -> MicroBatch:
         start = time.perf_counter()
-        rows = stream.next_rows(self.plan.num_models * self.plan.micro_batch_size)
+        rows = stream.next_rows(self.plan.rows_at_once, self._own_rows)
         batch = micro_batch(rows, self.device)
         self.data_seconds += time.perf_counter() - start
         return batch
@@ -196,7 +203,8 @@ class Trainer:
         self._window_start = (self.tokens, self.seconds)
 
     def _decentralized_columns(self, losses: list[float], result: UpdateResult, last: int) -> dict[str, Any]:
-        error, relative = consensus_error(self.engine.model.parameter_storage)
+        rows = self.engine.model.parameter_storage
+        error, relative = consensus_error(rows, self.plan.num_models, self.ranks.sum_)
         return {
             "local_losses": losses,
             "local_grad_norms": result.norms,
@@ -221,15 +229,17 @@ class Trainer:
         epoch = self.epochs_validated + 1
         if epoch > len(self.plan.epoch_boundaries) or self.update < self.plan.epoch_boundaries[epoch - 1]:
             return
-        weights = self.engine.model.average_state_dict()
+        weights = self.engine.average_weights()
         try:
-            evaluation = self.evaluator.subset(weights, self.signals.check)
+            evaluation = self.evaluator.subset(weights, self._stop_if_asked)
         except Interrupted:
             self._save_recovery()
             raise
         row = self._validation_row("validation", epoch, evaluation)
         facts = {"epoch": epoch, "update": self.update, "tokens": self.tokens}
-        self.directory.append_samples(sample_rows(self.config, weights, self.cache, facts))
+        self._by_first(
+            lambda: self.directory.append_samples(sample_rows(self.config, weights, self.cache, facts))
+        )
         self._record(row)
         self.progress.validation(row)
         self.epochs_validated = epoch
@@ -240,7 +250,7 @@ class Trainer:
         if kept:
             self._save_epoch(epoch)
         if self.best["epoch"] == epoch:
-            files.write_json(self.directory / "best.json", self.best)
+            self._by_first(lambda: files.write_json(self.directory / "best.json", self.best))
 
     def _validation_row(self, event: str, epoch: int, evaluation: Evaluation) -> dict[str, Any]:
         return {
@@ -261,47 +271,68 @@ class Trainer:
         return policy == "explicit" and not isinstance(epochs, int) and epoch in epochs
 
     def _save_epoch(self, epoch: int) -> None:
-        name = f"epoch-{epoch:03d}"
+        state = self.state()
+        self._by_first(lambda: self._publish_epoch(f"epoch-{epoch:03d}", state))
+
+    def _publish_epoch(self, name: str, state: State | None) -> None:
+        assert state is not None
         facts = {
             "update": str(self.update),
             "tokens": str(self.tokens),
             "recipe": recipe_identity(self.config),
         }
-        model, root = self.engine.model, self.directory.path
-        if model.num_models > 1:
-            for i in range(model.num_models):
+        root, layout, rows_ND = self.directory.path, self.engine.model.layout, state["parameters"]
+        if len(rows_ND) > 1:
+            for i, row_D in enumerate(rows_ND):
                 path = worker_directory(root, i) / f"{name}.safetensors"
-                save_weights(path, model.local_state_dict(i), {**facts, "worker": str(i)})
-        save_weights(root / f"{name}.safetensors", model.average_state_dict(), facts)
+                save_weights(path, layout.views(row_D), {**facts, "worker": str(i)})
+        wide = torch.promote_types(rows_ND.dtype, torch.float32)
+        save_weights(root / f"{name}.safetensors", layout.views(rows_ND.mean(0, dtype=wide)), facts)
         if self.config.training.save_epoch_training_state:
-            save_epoch_state(root / f"{name}.pt", self.state(), model.layout)
+            save_epoch_state(root / f"{name}.pt", state, layout)
+
+    def _by_first(self, work: Callable[[], None]) -> None:
+        """Have the first rank do what is to be done once, while the others wait however long it takes."""
+        with self.ranks.first_alone():
+            if self.ranks.first:
+                work()
 
     def _stop_if_asked(self) -> None:
-        if self.signals.received is not None:
-            self._save_recovery()
-            self.signals.check()
+        """Raise Interrupted on all ranks when one of them has received a signal."""
+        (signal,) = self.ranks.largest(self.signals.received or 0)
+        if signal:
+            raise Interrupted(int(signal))
 
-    def _save_recovery_if_due(self) -> None:
+    def _heed_signals_and_clock(self) -> None:
+        """Save and stop if any rank was asked to; save if the first rank's clock says so."""
         minutes = self.config.training.recovery_minutes
-        if minutes is None or time.monotonic() - self._last_saved < 60 * minutes:
-            return
-        try:
+        late = minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
+        signal, due = self.ranks.largest(self.signals.received or 0, late and self.ranks.first)
+        if signal:
             self._save_recovery()
-        except CheckpointError as error:
-            self.progress.say(f"warning: {error}")  # the run itself can go on
-        self._last_saved = time.monotonic()
+            raise Interrupted(int(signal))
+        if due:
+            try:
+                self._save_recovery()
+            except CheckpointError as error:
+                self.progress.say(f"warning: {error}")  # the run itself can go on
+            self._last_saved = time.monotonic()
 
     def _save_recovery(self) -> None:
         training = self.config.training
         if training.checkpoint_policy != "none" or training.recovery_minutes is not None:
-            save_state(self.directory / "recovery.pt", self.state())
+            self._save("recovery.pt")
+
+    def _save(self, name: str) -> None:
+        state = self.state()
+        self._by_first(lambda: save_state(self.directory / name, state or {}))
 
     def _finish(self) -> dict[str, Any]:
         """Keep the final weights, evaluate on the whole split, write the result and the picture."""
         if self.config.training.checkpoint_policy != "none":
-            save_state(self.directory / "final.pt", self.state())
-            (self.directory / "recovery.pt").unlink(missing_ok=True)
-        evaluation = self.evaluator.full(self.engine.model.average_state_dict(), self.signals.check)
+            self._save("final.pt")
+            self._by_first(lambda: (self.directory / "recovery.pt").unlink(missing_ok=True))
+        evaluation = self.evaluator.full(self.engine.average_weights(), self._stop_if_asked)
         row = self._validation_row("final_validation", self.epochs_validated, evaluation)
         self._record(row)
         self.progress.validation(row)
@@ -316,14 +347,18 @@ class Trainer:
             "data_seconds": self.data_seconds,
             "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
             "memory_bytes": self._peak_memory(),
+            "ranks": self.ranks.world,
             "identity": {"recipe": recipe_identity(self.config), "data": self.cache.identity},
         }
+        self._by_first(lambda: self._publish_result(result))
+        return result
+
+    def _publish_result(self, result: dict[str, Any]) -> None:
         files.write_json(self.directory / "result.json", result)
         try:
             self._plot()
         except OSError as error:
             self.progress.say(f"warning: loss.png could not be drawn: {error}")
-        return result
 
     def _plot(self) -> None:
         events = Counter(row["event"] for row in self.directory.rows())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tiny_llm.config.compose import Composed
 from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.memory import divisors
 from tiny_llm.config.parse import parse_config, show
 from tiny_llm.config.saved import FREE_ON_RESUME, flatten, plain, read_yaml
 from tiny_llm.config.schema import Config
@@ -26,8 +27,11 @@ class Resume:
     config: Config
 
 
-def resumed(composed: Composed) -> Resume:
-    """Return the saved config of `resume=` with the overrides that may differ. Raises ConfigError."""
+def resumed(composed: Composed, ranks: int = 1) -> Resume:
+    """Return the saved config of `resume=` with the overrides that may differ. Raises ConfigError.
+
+    ranks: on which the run goes on, whatever it ran on before.
+    """
     named = Path(str(composed.values["resume"]))
     if not named.exists():
         raise ConfigError(f"resume={named} does not exist; name a run directory or one of its .pt files")
@@ -46,7 +50,27 @@ def resumed(composed: Composed) -> Resume:
     _set(values, "resume", str(named))
     config = parse_config(values)
     validate(config)
-    return Resume(directory, file, config)
+    return Resume(directory, file, _fitted(config, ranks))
+
+
+def continuation(directory: Path, config: Config, ranks: int = 1) -> Resume | None:
+    """Return what an attempt that ended early left in `directory` to go on from; None starts from scratch."""
+    from tiny_llm.training.checkpoint import STATE_FILES
+
+    if not any(state for pattern in STATE_FILES for state in directory.glob(pattern)):
+        return None
+    values = plain(config) | {"resume": str(directory)}
+    return resumed(Composed(values, [f"{key}=" for key in FREE_ON_RESUME]), ranks)
+
+
+def _fitted(config: Config, ranks: int) -> Config:
+    """Return the config with the largest micro-batch up to the saved one that divides a rank's sequences."""
+    training, saved = config.training, config.training.micro_batch_size
+    sequences, rest = divmod(training.batch_tokens, config.model.context_length * ranks)
+    if config.decentralized.num_models > 1 or saved is None or rest:
+        return config
+    fitting = max(size for size in divisors(sequences) if size <= saved)
+    return replace(config, training=replace(training, micro_batch_size=fitting))
 
 
 def _asked(composed: Composed) -> dict[str, Any]:

@@ -54,6 +54,14 @@ class RunDirectory:
                 "or choose another output_dir"
             )
 
+    def put_aside(self) -> None:
+        """Make room for a first start where an attempt died before it had saved anything; its rows are kept."""
+        rows = self / "metrics.jsonl"
+        if rows.exists():
+            number = 1 + len(list(self.path.glob("metrics-lost-*.jsonl")))
+            rows.rename(self / f"metrics-lost-{number}.jsonl")
+        (self / "resolved.yaml").unlink(missing_ok=True)
+
     def set_status(self, status: str, **facts: Any) -> None:
         when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         host = {"pid": os.getpid(), "host": socket.gethostname(), "time": when}
@@ -104,8 +112,8 @@ class RunDirectory:
 class Metrics:
     """Appends rows to metrics.jsonl, whole lines only, and knows how long the file is."""
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._file = open(directory / "metrics.jsonl", "ab")  # noqa: SIM115 - open as long as the run
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab")  # noqa: SIM115 - open as long as the run
 
     def append(self, row: dict[str, Any]) -> None:
         self._file.write((json.dumps(row) + "\n").encode())

@@ -1,0 +1,192 @@
+"""The processes that train one run together, and what they tell one another.
+
+`Ranks` is all that the trainer knows of torch.distributed: alone, every method gives back what it got. Tensors go
+through the process group (Gloo on CPUs, NCCL on GPUs); words go through its store, where waiting has no limit as
+long as the others show signs of life (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tiny_llm.config.errors import UserError
+from tiny_llm.config.placement import Placement
+from tiny_llm.distributed.watch import RankLostError, Watch
+
+NCCL_GRACE_SECONDS = 60  # NCCL ends the process without a word; the watch, which has one, must come first
+POLL_SECONDS = 0.05
+
+
+class Ranks:
+    """This process's ties to the others of a run. Open them with `open_ranks`."""
+
+    def __init__(
+        self, placement: Placement, device: torch.device, store: Any = None, watch: Watch | None = None
+    ) -> None:
+        self.rank, self.world, self.first = placement.rank, placement.world, placement.first
+        self.device = device
+        self._store, self._watch = store, watch
+        self._words = 0
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Turn an error of communication into one that names the rank behind it."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.tell(talking=True)
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self._watch.blame()
+            lost.add_note(str(error))
+            raise lost from None
+        finally:
+            self._watch.tell(talking=False)
+
+    def at_update(self, update: int) -> None:
+        """Let the others see which update this rank is in."""
+        if self._watch is not None:
+            self._watch.tell(update=update)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        if self.world > 1:
+            with self.talking():
+                dist.all_reduce(tensor)
+
+    def largest(self, *numbers: float) -> list[float]:
+        """Return the largest of each number over all ranks."""
+        if self.world == 1:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        with self.talking():
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+            return list(values.tolist())
+
+    def gathered(self, values_M: Tensor) -> Tensor:
+        """Return every rank's values [M] as [world, M]."""
+        if self.world == 1:
+            return values_M[None]
+        all_WM = values_M.new_empty(self.world, len(values_M))
+        with self.talking():
+            dist.all_gather(list(all_WM.unbind()), values_M)
+        return all_WM
+
+    def collected(self, rows_ND: Tensor) -> Tensor | None:
+        """Return the rows of all ranks, in their order, on the CPU of the first rank; None on the others."""
+        if self.world == 1:
+            return rows_ND
+        with self.talking():
+            if not self.first:
+                for row in rows_ND:
+                    dist.send(row, 0)
+                return None
+            own = len(rows_ND)
+            all_rows = torch.empty(self.world * own, rows_ND.shape[1], dtype=rows_ND.dtype)
+            all_rows[:own] = rows_ND
+            received = torch.empty_like(rows_ND[0])
+            for i in range(own, len(all_rows)):
+                dist.recv(received, i // own)
+                all_rows[i] = received
+            return all_rows
+
+    def words(self, word: str) -> list[str]:
+        """Return what every rank says, in the order of ranks; waits for all as long as they live."""
+        if self.world == 1:
+            return [word]
+        self._words += 1
+        keys = [f"words/{self._words}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], word)
+        return [self._awaited(key) for key in keys]
+
+    def told(self, value: Any) -> Any:
+        """Return the first rank's value, plain data, on every rank."""
+        return json.loads(self.words(json.dumps(value if self.first else None))[0])
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Have the first rank do the work alone, and the others after it."""
+        if not self.first:
+            self.told(None)
+        yield
+        if self.first:
+            self.told(None)
+
+    def _awaited(self, key: str) -> str:
+        assert self._watch is not None
+        with self.talking():
+            while not self._store.check([key]):
+                if (lost := self._watch.lost(self._watch.timeout)) is not None:
+                    raise lost
+                time.sleep(POLL_SECONDS)
+            return str(self._store.get(key).decode())
+
+
+def alone(device: torch.device) -> Ranks:
+    return Ranks(Placement(), device)
+
+
+@contextlib.contextmanager
+def open_ranks(
+    placement: Placement,
+    device: torch.device,
+    timeout_seconds: float,
+    last_words: Callable[[RankLostError], None] = lambda _: None,
+) -> Iterator[Ranks]:
+    """Join the other ranks of the run and part from them at the end.
+
+    last_words: called with who was lost when the process must end in the midst of something. Raises UserError
+    when the ranks do not come together, RankLostError when one of them is lost later.
+    """
+    if placement.world == 1:
+        yield alone(device)
+        return
+    store = _join(placement, device, timeout_seconds)
+    watch = Watch(store.clone(), placement.rank, placement.world, timeout_seconds, last_words)
+    ranks = Ranks(placement, device, store, watch)
+    try:
+        yield ranks
+        ranks.words("done")
+    except BaseException as error:
+        watch.fail(error)
+        time.sleep(3 * watch.interval)  # the first rank may keep the store: let the others read why
+        raise
+    finally:
+        watch.close()
+    dist.destroy_process_group()
+
+
+def _join(placement: Placement, device: torch.device, timeout_seconds: float) -> Any:
+    """Make the process group and return its store."""
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    cuda = device.type == "cuda"
+    try:
+        store, rank, world = next(
+            dist.rendezvous("env://", placement.rank, placement.world, timeout=limit)  # type: ignore[no-untyped-call]
+        )
+        store.set_timeout(limit)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=limit + datetime.timedelta(seconds=NCCL_GRACE_SECONDS if cuda else 0),
+            device_id=device if cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"rank {placement.rank} of {placement.world} did not find the others within "
+            f"runtime.timeout_seconds={timeout_seconds:g}: {str(error).splitlines()[0]}; check MASTER_ADDR and "
+            "MASTER_PORT, and that all ranks were started"
+        ) from None
+    return store

@@ -1,0 +1,171 @@
+"""Signs of life: each rank leaves a pulse in a shared store and looks at the others'.
+
+A rank that is killed, stopped or fails makes the others' communication fail or wait for ever. The pulses say which
+rank it was, so that all others end within a bounded time with its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiny_llm.config.errors import UserError
+
+BEATS_MISSED = 4  # after which a rank counts as silent where communication with it has failed
+PATIENCE_SECONDS = 5.0  # that the training thread gets to end by itself before the watch ends the process
+
+
+class RankLostError(UserError):
+    """Another rank died, hangs or failed; the message names it."""
+
+    def __init__(self, rank: int | None, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a rank says of itself."""
+
+    beat: int = 0
+    update: int = 0
+    talking: bool = False
+    failure: str | None = None
+    lost: bool = False  # the failure is that it lost contact with another
+    done: bool = False
+
+
+class Watch:
+    """This rank's pulse and what is known of the others', kept by a thread of its own.
+
+    store: a client of its own, `set` and `multi_get`. last_words: called with the message before the watch ends
+    a process whose training thread does not.
+    """
+
+    def __init__(
+        self,
+        store: object,
+        rank: int,
+        world: int,
+        timeout_seconds: float,
+        last_words: Callable[[RankLostError], None],
+    ) -> None:
+        self.rank, self.world, self.timeout = rank, world, timeout_seconds
+        self.interval = min(1.0, timeout_seconds / 10)
+        self.own = Pulse()
+        self._last_words = last_words
+        self._store = store
+        self._lock = threading.Lock()
+        now = time.monotonic()
+        self._seen: dict[int, tuple[Pulse, float]] = {r: (Pulse(), now) for r in range(world) if r != rank}
+        self._store_answered = now
+        self._stop = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+
+    def tell(self, **facts: object) -> None:
+        """Change what the next pulse says."""
+        self.own = dataclasses.replace(self.own, **facts)  # type: ignore[arg-type]
+
+    def fail(self, error: BaseException) -> None:
+        """Let the others know why this rank ends."""
+        lost = isinstance(error, RankLostError)
+        self.tell(failure=f"{type(error).__name__}: {' '.join(str(error).split())}", lost=lost)
+        self._try(self._beat)
+
+    def close(self) -> None:
+        """Say goodbye."""
+        self.tell(done=True)
+        self._try(self._beat)
+        self._stop.set()
+        self._thread.join(self.interval + 1)
+
+    def blame(self) -> RankLostError:
+        """Return who must have made communication fail, after a look at everyone for a few beats."""
+        deadline = time.monotonic() + (BEATS_MISSED + 2) * self.interval
+        while time.monotonic() < deadline:
+            if (found := self.lost(BEATS_MISSED * self.interval)) is not None:
+                return found
+            time.sleep(self.interval / 4)
+        return self._laggard()
+
+    def lost(self, silence: float) -> RankLostError | None:
+        """Return the rank that failed or has shown no life for `silence` seconds; None when all are well."""
+        now = time.monotonic()
+        others = sorted(self._seen.items())
+        for rank, (pulse, _) in others:
+            if pulse.failure is not None and not pulse.lost:
+                return RankLostError(rank, f"rank {rank} failed: {pulse.failure}")
+        if now - self._store_answered > silence:
+            return RankLostError(0, self._silent(0, now - self._store_answered))
+        for rank, (pulse, when) in others:
+            if now - when > silence and not pulse.done and not pulse.lost:
+                return RankLostError(rank, self._silent(rank, now - when))
+        return None
+
+    def _silent(self, rank: int, seconds: float) -> str:
+        update = self._seen[rank][0].update if rank in self._seen else 0
+        return (
+            f"rank {rank} has shown no sign of life for {seconds:.0f} s, since update {update + 1}: it was killed or "
+            "stopped, or its machine is gone; all ranks end. The run continues from its newest whole state"
+        )
+
+    def _laggard(self) -> RankLostError:
+        """Name who is alive but not where all others are."""
+        for rank, (pulse, _) in sorted(self._seen.items()):
+            if pulse.lost and pulse.failure is not None:
+                return RankLostError(rank, f"rank {rank} ended: {pulse.failure}")
+        rank, (pulse, _) = min(self._seen.items(), key=lambda item: (item[1][0].update, item[1][0].talking))
+        return RankLostError(
+            rank,
+            f"rank {rank} is alive but did not answer within runtime.timeout_seconds={self.timeout:g}; it stands in "
+            f"update {pulse.update + 1}. All ranks end; raise the limit if it was busy",
+        )
+
+    def _watch(self) -> None:
+        reported = 0.0
+        while not self._stop.wait(self.interval):
+            self._try(self._beat)
+            self._try(self._look)
+            found = None if self.own.failure else self.lost(self.timeout)
+            if found is None:
+                reported = 0.0
+            elif not reported:
+                reported = time.monotonic()
+            elif time.monotonic() - reported > PATIENCE_SECONDS:
+                self._end(found)
+
+    def _end(self, found: RankLostError) -> None:
+        """End a process whose training thread waits for a rank that will not come."""
+        self.fail(found)
+        self._try(lambda: self._last_words(found))
+        print(f"error: rank {self.rank}: {found}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def _beat(self) -> None:
+        with self._lock:
+            self.own = dataclasses.replace(self.own, beat=self.own.beat + 1)
+            self._store.set(f"pulse/{self.rank}", json.dumps(dataclasses.asdict(self.own)))  # type: ignore[attr-defined]
+        self._store_answered = time.monotonic()
+
+    def _look(self) -> None:
+        for rank, (before, _) in list(self._seen.items()):
+            if not self._store.check([f"pulse/{rank}"]):  # type: ignore[attr-defined]
+                continue
+            pulse = Pulse(**json.loads(self._store.get(f"pulse/{rank}")))  # type: ignore[attr-defined]
+            if pulse != before:
+                self._seen[rank] = (pulse, time.monotonic())
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """A store that is gone shows in `_store_answered`, not as an error of this thread."""
+        try:
+            work()
+        except Exception:
+            return

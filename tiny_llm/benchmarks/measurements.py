@@ -162,7 +162,7 @@ def loading(overrides: list[str], windows: int) -> Result:
         trainer.window.add(result.losses)
         log = seconds_of(lambda: trainer._log_train_row(result), trainer.device)
         path = Path(place) / "state.pt"
-        checkpoint = seconds_of(lambda: save_state(path, trainer.state()), trainer.device)
+        checkpoint = seconds_of(lambda: save_state(path, trainer.state() or {}), trainer.device)
         stream.close()
         median = statistics.median(total)
         epoch = trainer.plan.epoch_boundaries[0]

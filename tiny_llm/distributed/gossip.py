@@ -72,13 +72,11 @@ class Exchange:
         first, operations = self._sources.first, []
         for message in messages(peers, len(rows_nD)):
             if message.sender == self._ranks.rank:
-                row, act, other = rows_nD[message.worker - first], dist.isend, message.receiver
+                row = rows_nD[message.worker - first]
+                operations.append(dist.P2POp(dist.isend, row, message.receiver, tag=message.worker))
             elif message.receiver == self._ranks.rank:
-                row, act, other = torch.empty_like(rows_nD[0]), dist.irecv, message.sender
-                self._sources.heard[message.worker] = row
-            else:
-                continue
-            operations.append(dist.P2POp(act, row, other, tag=message.worker))
+                row = self._sources.heard[message.worker] = torch.empty_like(rows_nD[0])
+                operations.append(dist.P2POp(dist.irecv, row, message.sender, tag=message.worker))
         if operations:
             self._works += dist.batch_isend_irecv(operations)
 

@@ -44,7 +44,7 @@ class GradientSum:
         self._waiting: list[int] | None = None  # gradients that each bucket still waits for
         for index, (_, names) in enumerate(self._buckets):
             for name in names:
-                parameters[name].register_post_accumulate_grad_hook(
+                parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, index=index: self._arrived(index)
                 )
 

@@ -172,12 +172,12 @@ def _join(placement: Placement, device: torch.device, timeout_seconds: float) ->
     cuda = device.type == "cuda"
     try:
         store, rank, world = next(
-            dist.rendezvous("env://", placement.rank, placement.world, timeout=limit)  # type: ignore[no-untyped-call]
+            dist.rendezvous("env://", placement.rank, placement.world, timeout=limit)  # type: ignore[attr-defined]
         )
         store.set_timeout(limit)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("group", store),
+            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world,
             timeout=limit + datetime.timedelta(seconds=NCCL_GRACE_SECONDS if cuda else 0),

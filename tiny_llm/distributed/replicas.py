@@ -18,7 +18,7 @@ class ReplicaError(UserError):
 def check_replicas(ranks: Ranks, arenas: Mapping[str, Tensor]) -> None:
     """Raise ReplicaError, on all ranks, unless each arena has the same bits on every rank."""
     for name, arena in arenas.items():
-        hashes = ranks.words(hashlib.sha256(memoryview(arena.cpu().numpy())).hexdigest())
+        hashes = ranks.words(hashlib.sha256(arena.cpu().numpy().data).hexdigest())
         different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
         if different:
             raise ReplicaError(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tiny_llm.config.errors import UserError
 
@@ -50,7 +51,7 @@ class Watch:
 
     def __init__(
         self,
-        store: object,
+        store: Any,
         rank: int,
         world: int,
         timeout_seconds: float,
@@ -152,14 +153,14 @@ class Watch:
     def _beat(self) -> None:
         with self._lock:
             self.own = dataclasses.replace(self.own, beat=self.own.beat + 1)
-            self._store.set(f"pulse/{self.rank}", json.dumps(dataclasses.asdict(self.own)))  # type: ignore[attr-defined]
+            self._store.set(f"pulse/{self.rank}", json.dumps(dataclasses.asdict(self.own)))
         self._store_answered = time.monotonic()
 
     def _look(self) -> None:
         for rank, (before, _) in list(self._seen.items()):
-            if not self._store.check([f"pulse/{rank}"]):  # type: ignore[attr-defined]
+            if not self._store.check([f"pulse/{rank}"]):
                 continue
-            pulse = Pulse(**json.loads(self._store.get(f"pulse/{rank}")))  # type: ignore[attr-defined]
+            pulse = Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
             if pulse != before:
                 self._seen[rank] = (pulse, time.monotonic())
 

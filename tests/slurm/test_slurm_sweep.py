@@ -95,6 +95,29 @@ def test_a_sweep_survives_kills_cancellations_and_requeues(
     assert_same_bits(requeued, tmp_path / "whole")
 
 
+def test_a_run_of_two_ranks_goes_on_after_a_requeue_and_a_time_limit(
+    slurm: Launcher, tmp_path: Path, tiny_overrides: list[str]
+) -> None:
+    gossip = [*LONG, "decentralized=awc", "decentralized.num_models=2", "runtime.seed=1"]
+    launched = slurm.start(*gossip, "hydra.launcher.tasks_per_node=2", "hydra.launcher.gpus_per_node=2")
+    run = wait_until(lambda: next(slurm.sweep("s").glob("*+*"), None), "a run directory")
+    for attempt, command in (
+        (1, ["scontrol", "requeue"]),
+        (2, ["scancel", "--signal=USR2"]),
+    ):
+        wait_until(lambda n=attempt: rows(run) and starts(run) == n, f"attempt {attempt} trains")  # type: ignore[misc]
+        job = job_of(slurm.sweep("s"), run)
+        ask(slurm, *command, f"{job}.0" if "scancel" in command else job)
+        start_now(slurm, job)
+    assert launched.code == 0, launched.err
+    assert starts(run) == 3
+    assert (run / "run.log").read_text().count("(resumed at update") == 2
+    assert json.loads((run / "result.json").read_text())["ranks"] == 2
+    whole = [*gossip, f"output_dir={tmp_path}/whole"]
+    train(compose(deduplicated(*tiny_overrides, *whole)))
+    assert_same_bits(run, tmp_path / "whole")
+
+
 def test_a_run_is_requeued_no_more_after_its_last_time_limit(slurm: Launcher) -> None:
     launched = slurm.start(
         *LONG, "runtime.seed=1", "hydra.launcher.max_num_timeout=0", "hydra.launcher.timeout_min=5"

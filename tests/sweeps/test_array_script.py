@@ -66,9 +66,9 @@ def test_what_the_launcher_decides_cannot_be_set_beside_it(tmp_path: Path) -> No
         Array(Sweep(tmp_path), settings).check(points(tmp_path, 1))
 
 
-def test_several_ranks_are_refused_while_training_knows_only_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="each run as 4 ranks"):
-        Array(Sweep(tmp_path), slurm_settings(nodes=2, tasks_per_node=2)).check(points(tmp_path, 1))
+def test_a_point_that_cannot_be_divided_among_its_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="start it as 3 ranks: training.batch_tokens=.* expected a multiple of ranks"):
+        Array(Sweep(tmp_path), slurm_settings(nodes=3)).check(points(tmp_path, 1))
 
 
 def test_a_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from submitit.core.utils import FailedJobError
 
 from tiny_llm import files
 from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.plan import make_plan
 from tiny_llm.config.schema import Count, Positive, PositiveInt
 from tiny_llm.sweeps import slurm_queue
 from tiny_llm.sweeps.crew import Alive, LaunchSettings
@@ -158,15 +159,21 @@ class Array:
         self._missing: dict[str, int] = {}
 
     def check(self, points: Sequence[Point]) -> None:
-        ranks = self.settings.nodes * self.settings.tasks_per_node
-        if ranks > 1:
-            raise ConfigError(
-                f"hydra.launcher.nodes={self.settings.nodes} and tasks_per_node={self.settings.tasks_per_node} start "
-                f"each run as {ranks} ranks, and training cannot be divided among ranks yet; set both to 1"
-            )
+        for point in points:
+            self._check_division(point)
         script_parameters(self.settings, "", 1)
         if not self.settings.dry_run:
             slurm_queue.require_slurm()
+
+    def _check_division(self, point: Point) -> None:
+        nodes, tasks = self.settings.nodes, self.settings.tasks_per_node
+        try:
+            make_plan(point.config, nodes * tasks)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{point.name}: hydra.launcher.nodes={nodes} and tasks_per_node={tasks} start it as {nodes * tasks} "
+                f"ranks: {error}"
+            ) from None
 
     def rehearses(self, points: Sequence[Point]) -> bool:
         if not self.settings.dry_run:

@@ -30,9 +30,11 @@ class SlurmRun(Checkpointable):
             with user_errors_in_one_line():
                 run_point(Path(directory))
         except SystemExit as end:
-            if end.code == 128 + environment._usr_sig():
+            if end.code != 128 + environment._usr_sig():
+                raise
+            if environment.global_rank == 0:  # the others leave in peace: a bad end could end the first one, too
                 _requeue(environment._usr_sig())
-            raise
+                raise
 
 
 def _requeue(number: int) -> None:

@@ -67,7 +67,9 @@ def test_what_the_launcher_decides_cannot_be_set_beside_it(tmp_path: Path) -> No
 
 
 def test_a_point_that_cannot_be_divided_among_its_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="start it as 3 ranks: training.batch_tokens=.* expected a multiple of ranks"):
+    with pytest.raises(
+        ConfigError, match=r"start it as 3 ranks: training.batch_tokens=.* expected a multiple of ranks"
+    ):
         Array(Sweep(tmp_path), slurm_settings(nodes=3)).check(points(tmp_path, 1))
 
 

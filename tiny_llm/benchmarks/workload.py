@@ -16,6 +16,7 @@ from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.manifest import MANIFEST_NAME, byte_settings, seal
 from tiny_llm.data.shards import ShardWriter
+from tiny_llm.distributed.ranks import Ranks
 from tiny_llm.training.device import prepare_torch, settle_runtime
 from tiny_llm.training.loop import Trainer
 from tiny_llm.training.progress import Progress
@@ -36,16 +37,16 @@ def flops_a_target(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def trainer_of(plan: Plan) -> Iterator[Trainer]:
+def trainer_of(plan: Plan, ranks: Ranks | None = None) -> Iterator[Trainer]:
     """Yield a Trainer as `tiny_llm.train` would make it, in a directory of its own and on random tokens."""
     plan = replace(plan, config=settled(settle_runtime(plan), plan))
-    device = prepare_torch(plan.config)
+    device = prepare_torch(plan.config) if ranks is None else ranks.device
     with tempfile.TemporaryDirectory() as place, open(Path(place) / "run.log", "w") as log:
         cache = random_cache(Path(place) / "cache", plan)
         directory = RunDirectory(Path(place) / "run")
         with directory.locked(), contextlib.closing(Metrics(directory / "metrics.jsonl")) as metrics:
             tracker = open_tracker("none", directory.path, {}, "benchmark", 0)
-            trainer = Trainer(plan, directory, cache, device, metrics, tracker, StopSignals())
+            trainer = Trainer(plan, directory, cache, device, metrics, tracker, StopSignals(), ranks)
             trainer.progress = Progress(plan.updates, plan.tokens, 0, stream=log)
             yield trainer
 

@@ -38,14 +38,16 @@ def messages(peers: Peers, workers_a_rank: int) -> list[Message]:
 
 
 def bytes_sent(peers: Peers, workers_a_rank: int, row_bytes: int) -> float:
-    """Return the bytes that a rank sends in a mixing step, mean over ranks.
-
-    All-reduce moves 2 (R - 1) / R rows a rank (Patarasuk & Yuan 2009, section 3), the others a row a message.
-    """
+    """Return the bytes that a rank sends in a mixing step, mean over ranks."""
     ranks = len(peers) // workers_a_rank
     if hears_all(peers):
-        return 2 * (ranks - 1) / ranks * row_bytes
+        return all_reduce_bytes(ranks, row_bytes)
     return len(messages(peers, workers_a_rank)) / ranks * row_bytes
+
+
+def all_reduce_bytes(ranks: int, row_bytes: int) -> float:
+    """Return the bytes that a rank sends to add a row up: 2 (R - 1) / R of it (Patarasuk & Yuan 2009, section 3)."""
+    return 2 * (ranks - 1) / ranks * row_bytes
 
 
 class Exchange:

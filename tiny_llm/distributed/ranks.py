@@ -7,9 +7,12 @@ long as the others show signs of life (`watch.py`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +27,7 @@ from tiny_llm.distributed.watch import RankLostError, Watch
 
 NCCL_GRACE_SECONDS = 60  # NCCL ends the process without a word; the watch, which has one, must come first
 POLL_SECONDS = 0.05
+PARTING_SECONDS = 10.0
 
 
 class Ranks:
@@ -36,6 +40,7 @@ class Ranks:
         self.device = device
         self._store, self._watch = store, watch
         self._words = 0
+        self.seconds_talking = 0.0  # that the training thread spent in communication
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:
@@ -44,6 +49,7 @@ class Ranks:
             yield
             return
         self._watch.tell(talking=True)
+        start = time.perf_counter()
         try:
             yield
         except RuntimeError as error:
@@ -52,6 +58,7 @@ class Ranks:
             raise lost from None
         finally:
             self._watch.tell(talking=False)
+            self.seconds_talking += time.perf_counter() - start
 
     def at_update(self, update: int) -> None:
         """Let the others see which update this rank is in."""
@@ -122,6 +129,16 @@ class Ranks:
         if self.first:
             self.told(None)
 
+    def part(self) -> None:
+        """Leave together; the first rank, who may keep the store, leaves last."""
+        self.words("done")
+        keys = [f"left/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], "")
+        deadline = time.monotonic() + PARTING_SECONDS
+        while self.first and not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        dist.destroy_process_group()
+
     def _awaited(self, key: str) -> str:
         assert self._watch is not None
         with self.talking():
@@ -142,11 +159,13 @@ def open_ranks(
     device: torch.device,
     timeout_seconds: float,
     last_words: Callable[[RankLostError], None] = lambda _: None,
+    agreed_end: type[Exception] | tuple[()] = (),
 ) -> Iterator[Ranks]:
     """Join the other ranks of the run and part from them at the end.
 
-    last_words: called with who was lost when the process must end in the midst of something. Raises UserError
-    when the ranks do not come together, RankLostError when one of them is lost later.
+    last_words: called with who was lost when the process must end in the midst of something. agreed_end: an exception
+    that all ranks raise together. Raises UserError when the ranks do not come together, RankLostError when one of
+    them is lost later.
     """
     if placement.world == 1:
         yield alone(device)
@@ -155,15 +174,28 @@ def open_ranks(
     watch = Watch(store.clone(), placement.rank, placement.world, timeout_seconds, last_words)
     ranks = Ranks(placement, device, store, watch)
     try:
-        yield ranks
-        ranks.words("done")
+        try:
+            yield ranks
+        except agreed_end:
+            ranks.part()
+            raise
+        ranks.part()
+    except agreed_end:
+        raise
     except BaseException as error:
         watch.fail(error)
         time.sleep(3 * watch.interval)  # the first rank may keep the store: let the others read why
+        atexit.register(_leave)
         raise
     finally:
         watch.close()
-    dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End a process that has said why: its half of broken connections would abort it while it is taken apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
 
 
 def _join(placement: Placement, device: torch.device, timeout_seconds: float) -> Any:
@@ -174,6 +206,8 @@ def _join(placement: Placement, device: torch.device, timeout_seconds: float) ->
         store, rank, world = next(
             dist.rendezvous("env://", placement.rank, placement.world, timeout=limit)  # type: ignore[attr-defined]
         )
+        # torchrun's store outlives an attempt, and holds what its ranks said.
+        store = dist.PrefixStore(f"attempt/{placement.restarts}", store)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         dist.init_process_group(
             "nccl" if cuda else "gloo",

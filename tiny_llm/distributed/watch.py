@@ -6,6 +6,7 @@ rank it was, so that all others end within a bounded time with its name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -39,14 +40,14 @@ class Pulse:
     talking: bool = False
     failure: str | None = None
     lost: bool = False  # the failure is that it lost contact with another
-    done: bool = False
 
 
 class Watch:
-    """This rank's pulse and what is known of the others', kept by a thread of its own.
+    """This rank's pulse and what is known of the others'.
 
-    store: a client of its own, `set` and `multi_get`. last_words: called with the message before the watch ends
-    a process whose training thread does not.
+    One thread converses with the store, for which it has a client of its own: a store whose host is stopped keeps it
+    waiting for ever. Another looks at the clock, and ends a process whose training thread does not end by itself,
+    after a call of last_words.
     """
 
     def __init__(
@@ -62,31 +63,35 @@ class Watch:
         self.own = Pulse()
         self._last_words = last_words
         self._store = store
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `own`, which both threads and the training change
         now = time.monotonic()
         self._seen: dict[int, tuple[Pulse, float]] = {r: (Pulse(), now) for r in range(world) if r != rank}
         self._store_answered = now
-        self._stop = threading.Event()
-        self._beat()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._thread.start()
+        self._stop, self._hurry, self._told = threading.Event(), threading.Event(), threading.Event()
+        for work in (self._converse, self._watch):
+            threading.Thread(target=work, name="watch", daemon=True).start()
 
     def tell(self, **facts: object) -> None:
         """Change what the next pulse says."""
-        self.own = dataclasses.replace(self.own, **facts)  # type: ignore[arg-type]
+        with self._lock:
+            self.own = dataclasses.replace(self.own, **facts)  # type: ignore[arg-type]
 
     def fail(self, error: BaseException) -> None:
         """Let the others know why this rank ends."""
         lost = isinstance(error, RankLostError)
         self.tell(failure=f"{type(error).__name__}: {' '.join(str(error).split())}", lost=lost)
-        self._try(self._beat)
+        self._tell_now()
 
     def close(self) -> None:
-        """Say goodbye."""
-        self.tell(done=True)
-        self._try(self._beat)
+        """Look no more."""
         self._stop.set()
-        self._thread.join(self.interval + 1)
+        self._hurry.set()
+
+    def _tell_now(self) -> None:
+        """Have the pulse told at once, but do not wait long for a store that may be gone."""
+        self._told.clear()
+        self._hurry.set()
+        self._told.wait(2 * self.interval)
 
     def blame(self) -> RankLostError:
         """Return who must have made communication fail, after a look at everyone for a few beats."""
@@ -107,7 +112,7 @@ class Watch:
         if now - self._store_answered > silence:
             return RankLostError(0, self._silent(0, now - self._store_answered))
         for rank, (pulse, when) in others:
-            if now - when > silence and not pulse.done and not pulse.lost:
+            if now - when > silence and not pulse.lost:
                 return RankLostError(rank, self._silent(rank, now - when))
         return None
 
@@ -133,8 +138,6 @@ class Watch:
     def _watch(self) -> None:
         reported = 0.0
         while not self._stop.wait(self.interval):
-            self._try(self._beat)
-            self._try(self._look)
             found = None if self.own.failure else self.lost(self.timeout)
             if found is None:
                 reported = 0.0
@@ -146,15 +149,24 @@ class Watch:
     def _end(self, found: RankLostError) -> None:
         """End a process whose training thread waits for a rank that will not come."""
         self.fail(found)
-        self._try(lambda: self._last_words(found))
+        with contextlib.suppress(Exception):
+            self._last_words(found)
         print(f"error: rank {self.rank}: {found}", file=sys.stderr, flush=True)
         os._exit(2)
 
+    def _converse(self) -> None:
+        while not self._stop.is_set():
+            self._hurry.clear()
+            with contextlib.suppress(Exception):  # a store that is gone shows in `_store_answered`
+                self._beat()
+                self._told.set()
+                self._look()
+                self._store_answered = time.monotonic()
+            self._hurry.wait(self.interval)
+
     def _beat(self) -> None:
-        with self._lock:
-            self.own = dataclasses.replace(self.own, beat=self.own.beat + 1)
-            self._store.set(f"pulse/{self.rank}", json.dumps(dataclasses.asdict(self.own)))
-        self._store_answered = time.monotonic()
+        self.tell(beat=self.own.beat + 1)
+        self._store.set(f"pulse/{self.rank}", json.dumps(dataclasses.asdict(self.own)))
 
     def _look(self) -> None:
         for rank, (before, _) in list(self._seen.items()):
@@ -163,10 +175,3 @@ class Watch:
             pulse = Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
             if pulse != before:
                 self._seen[rank] = (pulse, time.monotonic())
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """A store that is gone shows in `_store_answered`, not as an error of this thread."""
-        try:
-            work()
-        except Exception:
-            return

@@ -32,7 +32,9 @@ class SlurmRun(Checkpointable):
         except SystemExit as end:
             if end.code != 128 + environment._usr_sig():
                 raise
-            if environment.global_rank == 0:  # the others leave in peace: a bad end could end the first one, too
+            if (
+                environment.global_rank == 0
+            ):  # the others leave in peace: a bad end could end the first one, too
                 _requeue(environment._usr_sig())
                 raise
 

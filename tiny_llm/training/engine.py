@@ -22,7 +22,7 @@ from tiny_llm.decentralized.arena import blocks
 from tiny_llm.decentralized.mixing import Mixing
 from tiny_llm.decentralized.packed_llama import PackedLlama, count_targets
 from tiny_llm.decentralized.topology import make_topology
-from tiny_llm.distributed.gossip import Exchange
+from tiny_llm.distributed.gossip import Exchange, all_reduce_bytes, bytes_sent
 from tiny_llm.distributed.gradient_sum import GradientSum
 from tiny_llm.distributed.ranks import Ranks, alone
 from tiny_llm.distributed.replicas import check_replicas
@@ -132,6 +132,15 @@ class Engine:
         mean_D = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
         self.ranks.sum_(mean_D)
         return self.model.layout.views(mean_D.div_(self.plan.num_models))
+
+    def bytes_sent(self, number: int) -> float:
+        """Predict the bytes of parameters or gradients that a rank sends in an update, mean over ranks."""
+        row = self.model.parameter_storage[0]
+        if self.plan.data_parallel:
+            return all_reduce_bytes(self.ranks.world, row.nbytes)
+        if not self._mixes(number):
+            return 0.0
+        return bytes_sent(self.topology.peers(self.plan.mixing_step(number)), len(self.workers), row.nbytes)
 
     def _mixes(self, number: int) -> bool:
         return self.plan.mixes(number) and self.plan.gamma(number) > 0

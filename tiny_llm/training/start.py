@@ -60,9 +60,12 @@ def run(
     require_package(plan.config.tracking)
     device = prepare_torch(plan.config, placement)
     mourn = functools.partial(_note_failure, RunDirectory(plan.config.output_dir), plan, placement)
-    with open_ranks(placement, device, plan.config.runtime.timeout_seconds, mourn) as ranks:
-        topology = make_topology(num_models=plan.num_models, **vars(plan.config.topology))
-        _run(agreed(ranks, plan, topology), resume, ranks, device, again)
+    try:
+        with open_ranks(placement, device, plan.config.runtime.timeout_seconds, mourn, Interrupted) as ranks:
+            topology = make_topology(num_models=plan.num_models, **vars(plan.config.topology))
+            _run(agreed(ranks, plan, topology), resume, ranks, device, again)
+    except Interrupted as interrupted:
+        raise SystemExit(128 + interrupted.number) from None
 
 
 def _run(plan: Plan, resume: Resume | None, ranks: Ranks, device: torch.device, again: bool) -> None:
@@ -165,7 +168,7 @@ def _status(directory: RunDirectory, plan: Plan, ranks: Ranks) -> Any:
         if ranks.first:
             directory.set_status("interrupted", signal=str(interrupted), **facts)
             print(f"interrupted by {interrupted}; continue with resume={directory.path}", file=sys.stderr)
-        raise SystemExit(128 + interrupted.number) from None
+        raise
     except BaseException as error:
         _note_failure(directory, plan, Placement(ranks.rank, ranks.world), error)
         raise
@@ -174,9 +177,10 @@ def _status(directory: RunDirectory, plan: Plan, ranks: Ranks) -> Any:
 
 
 def _note_failure(directory: RunDirectory, plan: Plan, placement: Placement, error: BaseException) -> None:
-    """Write down that the run failed: the first rank does, or whoever misses the first rank."""
-    bereft = isinstance(error, RankLostError) and error.rank == 0
-    if placement.first or bereft:
+    """Write down that the run failed: the first rank does, or whoever misses it. Who wakes up late adds nothing."""
+    lost = isinstance(error, RankLostError)
+    writes = placement.first or (isinstance(error, RankLostError) and error.rank == 0)
+    if writes and not (lost and directory.status != "running"):
         with contextlib.suppress(OSError):  # on a full disk the error itself matters more
             directory.set_status("failed", error=f"{type(error).__name__}: {error}", updates=plan.updates)
 

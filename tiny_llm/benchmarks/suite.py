@@ -38,13 +38,21 @@ def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
     results: list[Result] = []
     for measurement in _measurements(arguments, overrides):
         results.append(_in_own_process(measurement))
-        print(f"measured {results[-1]['name']}", flush=True)
+        print(f"measured {_in_short(results[-1])}", flush=True)
     print_results(arguments.kind, overrides, results)
     if arguments.json is not None:
         path = Path(arguments.json)
         if not path.parent.is_dir():
             raise UserError(f"json={path}: {path.parent} is no directory")
         files.write_text(path, json.dumps({"overrides": overrides, "results": results}, indent=2) + "\n")
+
+
+def _in_short(result: Result) -> str:
+    """Return a result's name and, of training, what matters: all that is left of a suite that is cut short."""
+    workers = f", N={result['num_models']}" if "num_models" in result else ""
+    mode = ", compiled" if result.get("compile") else ""
+    rate = result.get("tokens_per_second")
+    return f"{result['name']}{mode}{workers}" + (f": {rate['median']:,.0f} tokens/s" if rate else "")
 
 
 def _defaults(arguments: BenchmarkArguments) -> list[str]:

@@ -9,20 +9,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiny_llm.benchmarks.machine import Machine, faster, measure_machine, seconds_of, synchronize
 from tiny_llm.benchmarks.workload import flops_a_target, trainer_of
 from tiny_llm.config.compose import compose
 from tiny_llm.config.plan import Plan, make_plan
+from tiny_llm.config.schema import ModelConfig
+from tiny_llm.models.decoder import head_weight, hidden_states
+from tiny_llm.models.generation import Sampling, choose, generate_all
+from tiny_llm.models.initialization import initial_parameters
+from tiny_llm.models.operations import linear
 from tiny_llm.training.checkpoint import save_state
-from tiny_llm.training.device import compute_dtype
+from tiny_llm.training.device import compute_dtype, prepare_torch, settle_runtime
 from tiny_llm.training.loop import Trainer
 
 Result = dict[str, Any]
+SAMPLED = 256  # tokens of the sequence that sampling is measured on
+LAST_TOKENS = 16
 
 
 def spread(values: list[float]) -> Result:
@@ -34,13 +43,19 @@ def plan_of(overrides: list[str]) -> Plan:
 
 
 def training(name: str, overrides: list[str], windows: int, updates: int) -> Result:
-    """Measure the production update: load, transfer, train, clip, mix, log."""
-    with trainer_of(plan_of(overrides)) as trainer:
+    """Measure the production update: load, transfer, train, clip, mix, log.
+
+    memory_over_arenas_bytes: what a first update takes beside parameters, gradients and moments, compilation
+    included. It is taken before the yardsticks, whose memory is not the run's.
+    """
+    plan, resident = plan_of(overrides), resident_bytes()
+    with trainer_of(plan) as trainer:
         config, device = trainer.config, trainer.device
-        before = measure_machine(device, compute_dtype(config))
         components = Components(trainer)
         stream = trainer.open_stream()
         trainer.advance(stream)  # warm-up: compilation, caches
+        grown = trainer._peak_memory() - (resident if device.type == "cpu" else 0)
+        before = measure_machine(device, compute_dtype(config))
         components.reset()
         rates = []
         for _ in range(windows):
@@ -51,6 +66,8 @@ def training(name: str, overrides: list[str], windows: int, updates: int) -> Res
         return {
             **described(name, trainer.plan, machine, rates),
             "execution": "looped" if trainer.engine.looped else "batched",
+            "micro_batch_size": trainer.plan.micro_batch_size,
+            "memory_over_arenas_bytes": grown - 4 * trainer.engine.model.parameter_storage.nbytes,
             "components": components.shares(),
         }
 
@@ -71,6 +88,14 @@ def described(name: str, plan: Plan, machine: Machine, rates: list[float]) -> Re
         "copy_bytes_per_second": machine.copy_bytes,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds now; where only its peak is known, that."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def repeat(times: int, work: Callable[[], object]) -> None:
@@ -196,6 +221,63 @@ def evaluating(overrides: list[str], windows: int) -> Result:
             "train_tokens_per_second": spread(train),
             "times_training": statistics.median(rates) / statistics.median(train),
         }
+
+
+def sampling(overrides: list[str], windows: int) -> Result:
+    """Measure one sequence that grows to SAMPLED tokens, with the key-value cache and without it.
+
+    `last`: the same for its last tokens alone, where reading the prefix anew costs most.
+    """
+    plan = plan_of(overrides)
+    config = settle_runtime(plan)
+    device = prepare_torch(config)
+    length = min(SAMPLED, config.model.context_length)
+    weights = initial_parameters(config.model, config.runtime.seed)
+    parameters = {name: value.to(device) for name, value in weights.items()}
+    ways = {"cached": grow_cached, "recomputed": grow_recomputed}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    last: dict[str, list[float]] = {name: [] for name in ways}
+    for name, grow in ways.items():
+        for window in range(windows + 1):
+            seconds = grow(config.model, parameters, length)
+            if window:  # the first is a warm-up
+                rates[name].append(len(seconds) / sum(seconds))
+                last[name].append(statistics.median(1 / second for second in seconds[-LAST_TOKENS:]))
+    return {
+        "name": f"sampling up to {length} tokens",
+        "threads": torch.get_num_threads(),
+        **{f"{name}_tokens_per_second": spread(values) for name, values in rates.items()},
+        **{f"{name}_tokens_per_second_last": spread(values) for name, values in last.items()},
+        "times_recomputed": quotient(rates),
+        "times_recomputed_last": quotient(last),
+    }
+
+
+def quotient(rates: dict[str, list[float]]) -> float:
+    return statistics.median(rates["cached"]) / statistics.median(rates["recomputed"])
+
+
+def grow_cached(model: ModelConfig, parameters: dict[str, Tensor], length: int) -> list[float]:
+    """Sample a sequence of `length` tokens from a first one as the product does; return each token's seconds."""
+    marks = [time.perf_counter()]
+    for _ in generate_all(model, parameters, [[1]], length - 1, Sampling(), [0], None):
+        marks.append(time.perf_counter())
+    return [end - start for start, end in pairwise(marks)]
+
+
+@torch.no_grad()
+def grow_recomputed(model: ModelConfig, parameters: dict[str, Tensor], length: int) -> list[float]:
+    """Do the same, reading the whole sequence anew for every token."""
+    head = head_weight(parameters)
+    tokens, generator, seconds = [1], torch.Generator().manual_seed(0), []
+    while len(tokens) < length:
+        start = time.perf_counter()
+        tokens_BT = torch.tensor([tokens], device=head.device)
+        hidden_BTD = hidden_states(model, parameters, tokens_BT, head.dtype)
+        logits_V = linear(hidden_BTD[0, -1], head).float().cpu()
+        tokens.append(choose(logits_V, Sampling(), generator))
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def starting(overrides: list[str], windows: int) -> Result:

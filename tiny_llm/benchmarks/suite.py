@@ -28,6 +28,7 @@ Result = dict[str, Any]
 Measurement = tuple[Path, str, tuple[Any, ...]]  # a file, a function in it, its arguments
 
 PRODUCT = Path(__file__).with_name("measurements.py")
+FUNCTIONS = {"loader": "loading", "evaluate": "evaluating", "startup": "starting", "sample": "sampling"}
 
 
 def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
@@ -37,13 +38,21 @@ def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
     results: list[Result] = []
     for measurement in _measurements(arguments, overrides):
         results.append(_in_own_process(measurement))
-        print(f"measured {results[-1]['name']}", flush=True)
+        print(f"measured {_in_short(results[-1])}", flush=True)
     print_results(arguments.kind, overrides, results)
     if arguments.json is not None:
         path = Path(arguments.json)
         if not path.parent.is_dir():
             raise UserError(f"json={path}: {path.parent} is no directory")
         files.write_text(path, json.dumps({"overrides": overrides, "results": results}, indent=2) + "\n")
+
+
+def _in_short(result: Result) -> str:
+    """Return a result's name and, of training, what matters: all that is left of a suite that is cut short."""
+    workers = f", N={result['num_models']}" if "num_models" in result else ""
+    mode = ", compiled" if result.get("compile") else ""
+    rate = result.get("tokens_per_second")
+    return f"{result['name']}{mode}{workers}" + (f": {rate['median']:,.0f} tokens/s" if rate else "")
 
 
 def _defaults(arguments: BenchmarkArguments) -> list[str]:
@@ -65,25 +74,45 @@ def _measurements(arguments: BenchmarkArguments, overrides: list[str]) -> Iterat
             yield from _packed(number, overrides, arguments)
     elif arguments.kind == "train":
         yield PRODUCT, "training", ("train", overrides, window, updates)
+        if arguments.baselines:
+            yield from _transformers_trainer(overrides, (window, updates))
     elif arguments.kind == "update":
         for number in arguments.num_models:
             yield PRODUCT, "update", ([*_workers(number), *overrides], window)
     elif arguments.kind == "prepare":
         yield _in_tests("data/benchmark_prepare"), "measure", (window,)
     else:
-        function = {"loader": "loading", "evaluate": "evaluating", "startup": "starting"}[arguments.kind]
+        function = FUNCTIONS[arguments.kind]
         yield PRODUCT, function, (overrides, window)
 
 
 def _packed(number: int, overrides: list[str], arguments: BenchmarkArguments) -> Iterator[Measurement]:
     size = (arguments.windows, arguments.updates)
-    for execution in ("auto", "batched", "looped"):
+    for execution in arguments.executions:
         words = [*_workers(number), *overrides, f"decentralized.execution={execution}"]
         yield PRODUCT, "training", (f"packed, {execution}", words, *size)
     baselines = _in_tests("benchmarks/baselines")
     if arguments.baselines and baselines.is_file():
         for name in _load(baselines).BASELINES:
             yield baselines, "measure", (name, [*_workers(number), *overrides], *size)
+
+
+def _transformers_trainer(overrides: list[str], size: tuple[int, int]) -> Iterator[Measurement]:
+    """Yield the Trainer of transformers, eager and compiled; say why where there is nothing to compare with."""
+    trainer = _in_tests("benchmarks/transformers_trainer")
+    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"transformers Trainer left out: no {' and no '.join(missing)}; pip install 'tiny-llm[benchmark]'"
+        )
+    elif not trainer.is_file():
+        print("transformers Trainer left out: it is measured from a checkout of the project only")
+    elif compose(overrides).config().decentralized.scheme != "off":
+        print("transformers Trainer left out: it trains one model, this run is decentralized")
+    else:
+        for compiled in ("false", "true"):
+            words = [*overrides, f"runtime.compile={compiled}"]
+            yield trainer, "measure", ("transformers Trainer", words, *size)
 
 
 def _workers(number: int) -> list[str]:

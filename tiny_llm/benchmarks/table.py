@@ -21,7 +21,17 @@ def _print_training(results: list[Result]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("way", "N", "precision", "tokens/s", "min to max", "of peak", "memory", "components"):
+    for column in (
+        "way",
+        "N",
+        "precision",
+        "tokens/s",
+        "min to max",
+        "of peak",
+        "memory",
+        "over arenas",
+        "components",
+    ):
         table.add_column(column, justify="left" if column in ("way", "components") else "right", no_wrap=True)
     for result in results:
         rate = result["tokens_per_second"]
@@ -34,6 +44,7 @@ def _print_training(results: list[Result]) -> None:
             f"{rate['min']:,.0f} to {rate['max']:,.0f}",
             f"{result['share_of_matmul_peak']:.0%}",
             f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
+            f"{over / 2**30:.2f} GiB" if (over := result.get("memory_over_arenas_bytes")) is not None else "",
             "  ".join(f"{name} {share:.1%}" for name, share in result.get("components", {}).items()),
         )
     console = Console()

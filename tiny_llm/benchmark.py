@@ -15,13 +15,17 @@ from tiny_llm.config.schema import PositiveInt
 class BenchmarkArguments:
     """Every other KEY=VALUE is an override of the run that is measured, such as model=20m."""
 
-    kind: Literal["train", "packed", "update", "loader", "prepare", "evaluate", "startup", "sample"]
+    kind: Literal[
+        "train", "packed", "update", "loader", "prepare", "evaluate", "startup", "sample", "processes"
+    ]
     num_models: tuple[PositiveInt, ...] = (4,)
     sequences: PositiveInt = 16
     context_length: PositiveInt = 512
     windows: PositiveInt = 5
     updates: PositiveInt = 2
     executions: tuple[Literal["auto", "batched", "looped"], ...] = ("auto", "batched", "looped")
+    ranks: PositiveInt = 2
+    topologies: tuple[str, ...] = ("one_peer_exponential", "complete")
     baselines: bool = True
     json: str | None = None
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_llm import files
+from tiny_llm.benchmarks.loading import load_file
 from tiny_llm.benchmarks.table import print_results
 from tiny_llm.config.compose import compose
 from tiny_llm.config.errors import UserError
@@ -28,6 +28,7 @@ Result = dict[str, Any]
 Measurement = tuple[Path, str, tuple[Any, ...]]  # a file, a function in it, its arguments
 
 PRODUCT = Path(__file__).with_name("measurements.py")
+RANKS = Path(__file__).with_name("processes.py")
 FUNCTIONS = {"loader": "loading", "evaluate": "evaluating", "startup": "starting", "sample": "sampling"}
 
 
@@ -79,6 +80,9 @@ def _measurements(arguments: BenchmarkArguments, overrides: list[str]) -> Iterat
     elif arguments.kind == "update":
         for number in arguments.num_models:
             yield PRODUCT, "update", ([*_workers(number), *overrides], window)
+    elif arguments.kind == "processes":
+        for number in arguments.num_models:
+            yield from _processes(number, overrides, arguments)
     elif arguments.kind == "prepare":
         yield _in_tests("data/benchmark_prepare"), "measure", (window,)
     else:
@@ -93,8 +97,32 @@ def _packed(number: int, overrides: list[str], arguments: BenchmarkArguments) ->
         yield PRODUCT, "training", (f"packed, {execution}", words, *size)
     baselines = _in_tests("benchmarks/baselines")
     if arguments.baselines and baselines.is_file():
-        for name in _load(baselines).BASELINES:
+        for name in load_file(baselines).BASELINES:
             yield baselines, "measure", (name, [*_workers(number), *overrides], *size)
+
+
+def _processes(number: int, overrides: list[str], arguments: BenchmarkArguments) -> Iterator[Measurement]:
+    """Yield one packed process, then gossip and data parallel on several ranks, at the same global batch."""
+    ranks, size = arguments.ranks, (arguments.windows, arguments.updates)
+    make_plan(compose([*_workers(number), *overrides]).config(), ranks)  # refuse what cannot be divided
+    for count in (1, ranks):
+        for scheme in ("awc", "atc") if count > 1 else ("awc",):
+            for topology in arguments.topologies if count > 1 else arguments.topologies[:1]:
+                words = [
+                    f"decentralized={scheme}",
+                    f"decentralized.num_models={number}",
+                    f"topology={topology}",
+                ]
+                name = f"{scheme}, {topology}" if count > 1 else "packed, awc"
+                yield (
+                    RANKS,
+                    "on_ranks",
+                    (str(RANKS), "training_on_ranks", count, name, [*overrides, *words], *size),
+                )
+    words = [*overrides, "decentralized=off"]
+    yield RANKS, "on_ranks", (str(RANKS), "training_on_ranks", ranks, "data parallel", words, *size)
+    if arguments.baselines and (torch_ddp := _in_tests("benchmarks/ddp")).is_file():
+        yield RANKS, "on_ranks", (str(torch_ddp), "measure", ranks, "torch's DDP", words, *size)
 
 
 def _transformers_trainer(overrides: list[str], size: tuple[int, int]) -> Iterator[Measurement]:
@@ -132,19 +160,5 @@ def _in_own_process(measurement: Measurement) -> Result:
 
 def _measure(measurement: Measurement) -> Result:
     file, function, words = measurement
-    result: Result = getattr(_load(file), function)(*words)
+    result: Result = getattr(load_file(file), function)(*words)
     return result
-
-
-def _load(file: Path) -> Any:
-    """Import a Python file by its path, with its neighbours in reach."""
-    if not file.is_file():
-        raise UserError(f"{file} does not exist: this benchmark needs a checkout of the project")
-    sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # so that its functions can be sent to processes of its own
-    spec.loader.exec_module(module)
-    return module

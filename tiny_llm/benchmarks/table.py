@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Result = dict[str, Any]
 
@@ -11,13 +14,14 @@ def print_results(kind: str, overrides: list[str], results: list[Result]) -> Non
     """Print training measurements side by side, all others as a list of their numbers."""
     if kind in ("train", "packed"):
         _print_training(results)
+    elif kind == "processes":
+        _print_processes(results)
     else:
         for result in results:
             _print_list(result)
 
 
 def _print_training(results: list[Result]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -47,15 +51,59 @@ def _print_training(results: list[Result]) -> None:
             f"{over / 2**30:.2f} GiB" if (over := result.get("memory_over_arenas_bytes")) is not None else "",
             "  ".join(f"{name} {share:.1%}" for name, share in result.get("components", {}).items()),
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
+    console = _wide_console()
     console.print(table)
     last = results[-1]
     console.print(
         f"matmul peak {last['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s, copy {last['copy_bytes_per_second'] / 1e9:.1f} "
         f"GB/s, {last['threads']} threads; medians of windows"
     )
+
+
+def _print_processes(results: list[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "way",
+        "N",
+        "ranks",
+        "precision",
+        "tokens/s",
+        "min to max",
+        "communicating",
+        "sent",
+        "predicted",
+    ):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    for result in results:
+        rate, share, sent = (
+            result[key] for key in ("tokens_per_second", "communication_share", "bytes_sent")
+        )
+        predicted = result["predicted_bytes_sent"]
+        table.add_row(
+            result["name"],
+            str(result["num_models"]),
+            str(result["ranks"]),
+            result["precision"],
+            f"{rate['median']:,.0f}",
+            f"{rate['min']:,.0f} to {rate['max']:,.0f}",
+            "" if share is None else f"{share['median']:.1%}",
+            f"{sent['median'] / 2**20:.1f} MiB",
+            "" if predicted is None else f"{predicted / 2**20:.1f} MiB",
+        )
+    console = _wide_console()
+    console.print(table)
+    console.print("communicating: the share of time that training waits for it; sent: by a rank in an update")
+
+
+def _wide_console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    return console
 
 
 def _print_list(result: Result) -> None:

@@ -248,11 +248,12 @@ def test_experiments_have_their_budgets_and_rates(
 
 
 def test_the_memory_estimate_knows_groups_and_written_attention_weights() -> None:
-    config = compose(["model=gpt2-small", "runtime.precision=fp32"]).config()
+    config = compose(["model=gpt2-small", "runtime.precision=fp32", "runtime.device=cpu"]).config()
 
     def of(**changes: object) -> int:
         return sequence_bytes(replace(config, model=replace(config.model, **changes)))  # type: ignore[arg-type]
 
     assert of(kv_heads=1) < of()
-    assert of(dropout=0.1) - of() == 12 * 12 * 1024**2 * 9
+    assert of(dropout=0.1) - of() == 12 * 12 * 1024 * (1024 * 9 - 576 * 4), "all, not the causal half"
+    assert of(context_length=1025) < of(), "a CPU makes the weights of long sequences twice"
     assert of(mlp="swiglu") > of()

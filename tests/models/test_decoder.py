@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from tiny_llm.config.parameters import count_parameters, parameter_specs
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
-from tiny_llm.models.decoder import Decoder, hidden_states, loss_sums
+from tiny_llm.models.decoder import Decoder, decoder_block, hidden_states, loss_sums
+from tiny_llm.models.initialization import initial_parameters
 from tiny_llm.packed import local_mean_losses
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -183,3 +185,16 @@ def test_a_look_in_inference_mode_does_not_spoil_training() -> None:
         packed(tokens)
     local_mean_losses(packed, tokens, targets).sum().backward()  # type: ignore[no-untyped-call]
     assert packed.gradient_norms().min() > 0
+
+
+def test_a_compiled_block_is_made_once_for_all_layers() -> None:
+    made = []
+    for layers in (1, 3):
+        model = replace(MODELS["three-layers"], layers=layers)
+        tokens_BT = rows(model)[0][0]
+        counter = CompileCounter()
+        torch._dynamo.reset()
+        block = torch.compile(decoder_block, backend=counter, dynamic=False)
+        loss_sums(model, initial_parameters(model, 0), tokens_BT, tokens_BT, torch.float32, block=block)
+        made.append(counter.frame_count)
+    assert made[0] == made[1] > 0

@@ -15,6 +15,8 @@ from tiny_llm.config.schema import Config
 
 ALIGNMENT = 64  # elements; every arena entry starts at a multiple of it
 LOGIT_BLOCK_BYTES = 128 * 2**20  # the head and its loss go through the targets in blocks of about this size
+ATTENTION_ROWS = 128  # of a block of queries, which a CPU multiplies with the keys before its end
+KEPT_WEIGHTS_LENGTH = 1024  # positions of the longest sequence whose softmax weights a CPU keeps
 
 
 def padded(numel: int) -> int:
@@ -35,7 +37,8 @@ def sequence_bytes(config: Config) -> int:
 
     A layer keeps, a token: two residual inputs, two normed ones and the MLP's result (5 widths); q, rotated q
     and the attention's result, and k, rotated k and v (each pair once more where they are normed); gate, up and
-    their product or up and its GELU, one more for the backward. Dropout writes the attention weights out.
+    their product or up and its GELU, one more for the backward. A CPU keeps the attention weights of short
+    sequences; dropout writes all of them out.
     """
     model = config.model
     element = {"fp64": 8, "fp32": 4}.get(config.runtime.precision, 4)
@@ -44,8 +47,11 @@ def sequence_bytes(config: Config) -> int:
     mlp = (4 if model.mlp == "swiglu" else 3) * model.ffn_width
     a_token = model.layers * (5 * model.width + attention + mlp) + 4 * model.width
     kept = model.context_length * a_token * element
+    rows = model.layers * model.heads * model.context_length  # of attention weights
     if model.dropout:  # the weights in fp32 and as they are multiplied, and what was dropped
-        kept += model.layers * model.heads * model.context_length**2 * (2 * element + 1)
+        kept += rows * model.context_length * (2 * element + 1)
+    elif model.context_length <= KEPT_WEIGHTS_LENGTH and not on_cuda(config):
+        kept += rows * min(model.context_length, (model.context_length + ATTENTION_ROWS) // 2) * element
     return kept
 
 

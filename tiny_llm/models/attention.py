@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def attend(
         k_MSGK, v_MSGK = cached.extend(layer, k_MSGK, v_MSGK)
         allowed = cached.allowed_BTS
     if dropout_key is None and cached is None and qkv.device.type == "cpu":
-        mixed_MTHK: Tensor = blocked_attention(q_MTHK, k_MSGK, v_MSGK)
+        mixed_MTHK = blocked_attention(q_MTHK, k_MSGK, v_MSGK)
     elif dropout_key is None:
         mixed_MTHK = fused_attention(q_MTHK, k_MSGK, v_MSGK, allowed, causal=cached is None)
     else:
@@ -74,17 +73,17 @@ def _heads(
     return q, k, v
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def blocked_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor) -> Any:
+def blocked_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(K)) v, causal, by the kernel for CPUs: [M, T, H, K]."""
     heads, length, width = q_MTHK.shape[2], q_MTHK.shape[1], q_MTHK.shape[3]
     q_PTK, k_PTK, v_PTK = (
         part.repeat_interleave(heads // part.shape[2], dim=2).transpose(1, 2).reshape(-1, length, width)
         if part.shape[2] < heads
         else part.transpose(1, 2).reshape(-1, length, width)
-        for part in (q_MTHK, k_MTGK, v_MTGK)
+        for part in (q_MTHK * width**-0.5, k_MTGK, v_MTGK)
     )
-    return causal_attention(q_PTK, k_PTK, v_PTK).view(-1, heads, length, width).transpose(1, 2)
+    mixed_PTK: Tensor = causal_attention(q_PTK, k_PTK, v_PTK)
+    return mixed_PTK.view(-1, heads, length, width).transpose(1, 2)
 
 
 def fused_attention(

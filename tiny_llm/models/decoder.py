@@ -43,7 +43,8 @@ def hidden_states(
     for layer in range(model.layers):
         own = layer_parameters(parameters, layer)
         keys = None if dropout_keys is None else dropout_keys[..., 1 + DROPOUTS_A_LAYER * layer :, :]
-        x = (block or decoder_block)(model, own, layer, x, keys, cached)
+        place = 0 if cached is None else layer  # only caches ask; a compiled block would be made once a layer
+        x = (block or decoder_block)(model, own, place, x, keys, cached)
     return _normed(model, parameters, "norm", x)
 
 

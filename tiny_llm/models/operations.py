@@ -19,7 +19,7 @@ from torch.nn import functional
 from tiny_llm.config.memory import LOGIT_BLOCK_BYTES
 
 IGNORED = -100  # a target that does not count
-STRIP_BYTES = 2**20  # of logits in fp32 that a core's cache holds
+STRIP_BYTES = 2**21  # of logits in fp32 that the cores' caches hold
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -151,8 +151,8 @@ class _HeadLoss(torch.autograd.Function):
         wants_gradient = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         if wants_gradient:
             x_gradient, weight_gradient = torch.empty_like(x_MD), torch.zeros_like(weight_VD)
-        rows = max(
-            1, LOGIT_BLOCK_BYTES // (x_MD.element_size() * weight_VD.shape[-2] * max(1, losses.numel()))
+        rows = _whole_tiles(
+            LOGIT_BLOCK_BYTES // (x_MD.element_size() * weight_VD.shape[-2] * max(1, losses.numel()))
         )
         for start in range(0, x_MD.shape[-2], rows):
             block = slice(start, start + rows)
@@ -162,7 +162,7 @@ class _HeadLoss(torch.autograd.Function):
             if wants_gradient:
                 counts = target != IGNORED
                 x_gradient[..., block, :] = (logits_MV @ head_VD).mul_(counts)
-                weight_gradient += logits_MV.mT @ (x * counts)
+                _add_product_(weight_gradient, logits_MV.mT, x * counts)
         if wants_gradient:
             ctx.save_for_backward(x_gradient, weight_gradient)
         return losses
@@ -174,10 +174,26 @@ class _HeadLoss(torch.autograd.Function):
         return x_gradient * factor.to(x_gradient.dtype), weight_gradient * factor, None
 
 
+def _whole_tiles(rows: int) -> int:
+    """Return how many rows, at most `rows`, a matmul likes: a multiple of 128, but 1 at least."""
+    return rows // 128 * 128 if rows >= 128 else max(1, rows)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, within the matmul where their dtypes agree."""
+    if total.dtype != left.dtype:
+        total += left @ right
+    elif total.dim() == 2:
+        total.addmm_(left, right)
+    else:
+        total.baddbmm_(left, right)
+
+
 def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
     """Return the summed losses, [N] or [], and leave softmax minus one-hot where the logits were.
 
-    On a CPU a few rows at a time, so that all passes over them but the first find them in its cache.
+    On a CPU a few rows at a time, so that all passes over them but the first find them in its cache. Only the
+    softmax takes exponentials: its largest element is one over their sum, in units of the largest logit's.
     """
     wide = torch.promote_types(logits_MV.dtype, torch.float32)
     losses = torch.zeros(logits_MV.shape[:-2], dtype=wide, device=logits_MV.device)
@@ -189,7 +205,9 @@ def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
         target = target_M1[..., start : start + rows, :]
         counts = (target != IGNORED).to(wide)
         target = target.clamp_min(0)
-        log_softmax_RV = torch.log_softmax(strip.to(wide), dim=-1)
-        losses -= (log_softmax_RV.gather(-1, target) * counts).sum((-2, -1))
-        strip.copy_(log_softmax_RV.exp_().scatter_add_(-1, target, -torch.ones_like(counts)))
+        wide_RV = strip.to(wide, memory_format=torch.contiguous_format)  # the strip itself if it is both
+        excess = wide_RV.amax(-1, keepdim=True) - wide_RV.gather(-1, target)
+        torch.softmax(wide_RV, dim=-1, out=wide_RV)
+        losses += ((excess - wide_RV.amax(-1, keepdim=True).log()) * counts).sum((-2, -1))
+        strip.copy_(wide_RV.scatter_add_(-1, target, -torch.ones_like(counts)))
     return losses

@@ -34,7 +34,8 @@ def on_ranks(file: str, function: str, ranks: int, *words: Any) -> Result:
     }
     with tempfile.TemporaryDirectory() as place:
         result = Path(place) / "result.json"
-        command = [sys.executable, "-m", "tiny_llm.benchmarks.processes", file, function, str(result), json.dumps(words)]
+        door = [sys.executable, "-m", "tiny_llm.benchmarks.processes"]
+        command = [*door, file, function, str(result), json.dumps(words)]
         started = []
         for rank in range(ranks):
             own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}

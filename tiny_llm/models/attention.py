@@ -22,6 +22,14 @@ from tiny_llm.models import operations as op
 from tiny_llm.models.cache import CachedPositions
 from tiny_llm.models.cpu_attention import causal_attention
 
+_kernel = causal_attention
+
+
+def keep_kernel_from_compiler() -> None:
+    """Have compiled blocks call the CPU's kernel as it is. As a decorator this costs every start two seconds."""
+    global _kernel
+    _kernel = torch.compiler.disable(causal_attention)  # type: ignore[no-untyped-call]
+
 
 def attend(
     model: ModelConfig,
@@ -82,7 +90,7 @@ def blocked_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor) -> Tensor:
         else part.transpose(1, 2).reshape(-1, length, width)
         for part in (q_MTHK * width**-0.5, k_MTGK, v_MTGK)
     )
-    mixed_PTK: Tensor = causal_attention(q_PTK, k_PTK, v_PTK)
+    mixed_PTK = _kernel(q_PTK, k_PTK, v_PTK)
     return mixed_PTK.view(-1, heads, length, width).transpose(1, 2)
 
 

@@ -19,10 +19,10 @@ from tiny_llm.config.memory import ATTENTION_ROWS, KEPT_WEIGHTS_LENGTH
 ROWS = ATTENTION_ROWS
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def causal_attention(q_PTK: Tensor, k_PTK: Tensor, v_PTK: Tensor) -> Any:
+def causal_attention(q_PTK: Tensor, k_PTK: Tensor, v_PTK: Tensor) -> Tensor:
     """Return softmax(q k^T) v over the positions up to each one's own: [P, T, K]; q comes scaled."""
-    return _CausalAttention.apply(q_PTK, k_PTK, v_PTK)  # type: ignore[no-untyped-call]
+    mixed_PTK: Tensor = _CausalAttention.apply(q_PTK, k_PTK, v_PTK)  # type: ignore[no-untyped-call]
+    return mixed_PTK
 
 
 def _weights(q_PTK: Tensor, k_PTK: Tensor, start: int) -> Tensor:

@@ -51,13 +51,21 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout_seco
 
 
 def start_ranks(
-    world: int, folder: Path, work: Callable[..., Any], *arguments: Any, timeout_seconds: float = 30.0
+    world: int,
+    folder: Path,
+    work: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = 30.0,
+    first_lingers: bool = True,
 ) -> list[BaseProcess]:
-    """Begin what `on_ranks` waits for; each rank leaves its outcome in the folder."""
+    """Begin what `on_ranks` waits for; each rank leaves its outcome in the folder.
+
+    first_lingers: whether the first rank, which keeps the store, ends after all others.
+    """
     processes: list[BaseProcess] = []
     for rank, environment in enumerate(environments(world)):
         placement = Placement(rank, world, rank, world)
-        details = (environment, placement, folder, timeout_seconds, work, arguments)
+        details = (environment, placement, folder, timeout_seconds, first_lingers, work, arguments)
         processes.append(SERVER.Process(target=_work_as_rank, args=details))
         processes[-1].start()
     return processes
@@ -78,6 +86,7 @@ def _work_as_rank(
     placement: Placement,
     folder: Path,
     timeout_seconds: float,
+    first_lingers: bool,
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -93,7 +102,7 @@ def _work_as_rank(
     path = folder / f"rank-{placement.rank}.pt"
     torch.save((returned, raised), path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
-    if placement.first:  # it keeps the store, which the others may still talk to
+    if first_lingers and placement.first:
         _wait(lambda: len(list(folder.glob("rank-*.pt"))) == placement.world)
 
 

@@ -186,9 +186,7 @@ def test_one_large_micro_batch_is_the_same_batch(groups: dict[int, list[dict[str
 
 
 @pytest.mark.parametrize(("world", "name"), EACH_RUN)
-def test_all_ranks_hold_the_same_bits(
-    name: str, world: int, groups: dict[int, list[dict[str, Any]]]
-) -> None:
+def test_all_ranks_hold_the_same_bits(name: str, world: int, groups: dict[int, list[dict[str, Any]]]) -> None:
     first, *others = (found[name] for found in groups[world])
     for other in others:
         assert other["numbers"] == first["numbers"]

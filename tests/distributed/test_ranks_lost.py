@@ -21,7 +21,8 @@ from tiny_llm.config.compose import user_errors_in_one_line
 from tiny_llm.distributed import ranks as ranks_module
 from tiny_llm.distributed.ranks import Ranks
 
-sys.path.append(str(Path(__file__).parents[1] / "training"))
+sys.path += [str(Path(__file__).parents[1] / "training"), str(Path(__file__).parents[1])]
+from reference.small import apart
 from running import STATE, numbers_of, rows_of, status_of, train
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +211,26 @@ def test_a_signal_to_one_rank_stops_all_at_one_update_boundary(
     assert resumed.codes() == [0, 0]
     assert_same_end(company.run, single)
     assert not (company.run / "recovery.pt").exists()
+
+
+def test_a_data_parallel_run_that_is_interrupted_goes_on_in_one_process_to_the_same_model(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    overrides = [*tiny_overrides, "training.micro_batch_size=4"]
+    train(*overrides, f"output_dir={tmp_path / 'single'}")
+    company = Company.of_two(tmp_path, *overrides, TIMEOUT)
+    company.wait_for_middle()
+    company.send(0, signal.SIGTERM)
+    assert company.codes() == [143, 143]
+    train(f"resume={company.run}")
+    ours, theirs = (
+        torch.load(path / "final.pt", weights_only=True) for path in (company.run, tmp_path / "single")
+    )
+    assert ours["position"] == theirs["position"]
+    for arena in STATE:
+        assert apart(ours[arena], theirs[arena]) < 1e-5, arena
+    losses = [[row["loss"] for row in rows_of(run)] for run in (company.run, tmp_path / "single")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def rank_of(pid: int) -> int | None:

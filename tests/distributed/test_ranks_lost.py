@@ -356,3 +356,33 @@ def test_a_first_rank_that_is_stopped_while_the_others_wait_for_its_word_is_miss
             outcome(tmp_path, 1)
         said += str(caught.value)
     assert "rank 0 has shown no sign of life" in said
+
+
+def speak_after_the_first_was_killed(ranks: Ranks) -> None:
+    ranks.told(None)
+    if ranks.first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    ranks.words("is anybody there?")
+
+
+def test_a_rank_that_speaks_after_the_first_was_killed_names_it(tmp_path: Path) -> None:
+    _, other = start_ranks(
+        2, tmp_path, speak_after_the_first_was_killed, timeout_seconds=TIMEOUT_SECONDS, first_lingers=False
+    )
+    other.join(TIMEOUT_SECONDS + 15)
+    other.kill()
+    with pytest.raises(RuntimeError, match="RankLostError: rank 0 "):
+        outcome(tmp_path, 1)
+
+
+def test_a_recovery_state_that_cannot_be_saved_is_a_warning_and_the_ranks_train_on(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run/recovery.pt/in the way").mkdir(parents=True)
+    company = Company.of_two(tmp_path, *tiny_overrides, *WORKERS, OFTEN, TIMEOUT)
+    try:
+        company.wait_for(lambda: len(rows_of(company.run)) >= 5, seconds=20)
+        assert "warning: " in (company.run / "run.log").read_text()
+    finally:
+        company.end()

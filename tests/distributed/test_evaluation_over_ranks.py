@@ -30,7 +30,7 @@ WORKERS = 8
 
 
 def evaluate(ranks: Ranks, config: Config) -> dict[tuple[str, int], list[Evaluation]]:
-    """Evaluate the subset and the whole split in batches of each size."""
+    """Evaluate the subset in batches of each size, and the whole split in those of one."""
     cache = TokenCache.open(cache_directory(config.data), config.data)
     found = {}
     for precision in PRECISIONS:
@@ -44,7 +44,7 @@ def evaluate(ranks: Ranks, config: Config) -> dict[tuple[str, int], list[Evaluat
             )
             evaluator = Evaluator(settings, cache, CPU, ranks)
             found[precision, size] = [evaluator.subset(weights)]
-            if size > 3:
+            if size == 7:
                 found[precision, size].append(evaluator.full(weights))
     return found
 

@@ -84,9 +84,9 @@ SCHEMES = ("awc", "atc")
 FOURS = [
     *(Case(*run) for run in product(SCHEMES, TOPOLOGY_NAMES)),
     *(Case(scheme, "base_k", k=2) for scheme in SCHEMES),
-    *(Case(scheme, "one_peer_exponential", mix_every=2) for scheme in SCHEMES),
-    *(Case(scheme, "one_peer_ring", dropout=0.1) for scheme in SCHEMES),
-    *(Case(scheme, "random_matching", clip=0.3) for scheme in SCHEMES),
+    *(Case(scheme, "one_peer_exponential", mix_every=2, dropout=0.1) for scheme in SCHEMES),
+    Case("atc", "one_peer_ring", dropout=0.1),
+    Case("awc", "random_matching", clip=0.3),
     Case("awc", "complete", mix_every=2, dropout=0.1),
     Case("atc", "ring", clip=None),
 ]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tiny_llm.config.compose import Composed, hydra_door
-from tiny_llm.config.placement import Placement, find_placement, torchrun_started
+from tiny_llm.config.placement import Placement, find_placement, quieten_torch, torchrun_started
 from tiny_llm.config.plan import make_plan
 from tiny_llm.decentralized.topology import make_topology
 from tiny_llm.training.resume import Resume, continuation, resumed
@@ -22,6 +22,8 @@ def train(composed: Composed) -> None:
         if placement.first:
             print(json.dumps(plan.summary(), indent=2))
         return
+    if placement.world > 1:
+        quieten_torch()
     from tiny_llm.training.start import run  # torch: not needed to look at a plan
 
     run(plan, resume, placement, again=placement.restarts > 0)

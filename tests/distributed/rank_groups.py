@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from tiny_llm.config.placement import Placement
+from tiny_llm.config.placement import Placement, quieten_torch
 from tiny_llm.distributed.ranks import open_ranks
 
+quieten_torch()  # as the door does; the server has torch before it
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tiny_llm.training.start", "tiny_llm.train", "pytest"])
 

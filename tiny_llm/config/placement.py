@@ -51,12 +51,18 @@ def find_placement(environment: Mapping[str, str] | None = None) -> Placement:
     world = _number(environment, names["WORLD_SIZE"], 1)
     rank = _number(environment, names["RANK"], -1)
     if not 0 <= rank < world:
+        stated = f"{names['RANK']} is {environment.get(names['RANK'], 'not set')}"
         raise UserError(
-            f"WORLD_SIZE={world} but RANK is {environment.get(names['RANK'], 'not set')}: expected 0 to {world - 1}; "
-            "start the ranks with torchrun or srun, or unset WORLD_SIZE for a single process"
+            f"{names['WORLD_SIZE']}={world} but {stated}: expected 0 to {world - 1}; start the ranks with torchrun "
+            f"or srun, or unset {names['WORLD_SIZE']} for a single process"
         )
     local_world = _number(environment, "LOCAL_WORLD_SIZE", _tasks_here(environment, world))
     return Placement(rank, world, _number(environment, names["LOCAL_RANK"], rank), local_world, restarts)
+
+
+def quieten_torch() -> None:
+    """Keep torch's own pages about broken connections off the screen; call it before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def torchrun_started() -> datetime.datetime | None:

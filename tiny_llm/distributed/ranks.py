@@ -113,8 +113,9 @@ class Ranks:
             return [word]
         self._words += 1
         keys = [f"words/{self._words}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], word)
-        return [self._awaited(key) for key in keys]
+        with self.talking():
+            self._store.set(keys[self.rank], word)
+            return [self._awaited(key) for key in keys]
 
     def told(self, value: Any) -> Any:
         """Return the first rank's value, plain data, on every rank."""
@@ -122,11 +123,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Have the first rank do the work alone, and the others after it."""
+        """Have the first rank do the work alone, and the others after it, whether it succeeded or not."""
         if not self.first:
             self.told(None)
-        yield
-        if self.first:
+            yield
+            return
+        try:
+            yield
+        finally:
             self.told(None)
 
     def part(self) -> None:
@@ -141,12 +145,11 @@ class Ranks:
 
     def _awaited(self, key: str) -> str:
         assert self._watch is not None
-        with self.talking():
-            while not self._store.check([key]):
-                if (lost := self._watch.lost(self._watch.timeout)) is not None:
-                    raise lost
-                time.sleep(POLL_SECONDS)
-            return str(self._store.get(key).decode())
+        while not self._store.check([key]):
+            if (lost := self._watch.lost(self._watch.timeout)) is not None:
+                raise lost
+            time.sleep(POLL_SECONDS)
+        return str(self._store.get(key).decode())
 
 
 def alone(device: torch.device) -> Ranks:

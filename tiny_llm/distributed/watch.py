@@ -119,8 +119,8 @@ class Watch:
     def _silent(self, rank: int, seconds: float) -> str:
         update = self._seen[rank][0].update if rank in self._seen else 0
         return (
-            f"rank {rank} has shown no sign of life for {seconds:.0f} s, since update {update + 1}: it was killed or "
-            "stopped, or its machine is gone; all ranks end. The run continues from its newest whole state"
+            f"rank {rank} has shown no sign of life for {seconds:.0f} s, the last in update {update + 1}: it was "
+            "killed or stopped, or its machine is gone; all ranks end. The run continues from its newest whole state"
         )
 
     def _laggard(self) -> RankLostError:

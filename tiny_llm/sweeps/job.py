@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiny_llm import files
 from tiny_llm.config.compose import user_errors_in_one_line
-from tiny_llm.config.placement import find_placement
+from tiny_llm.config.placement import find_placement, quieten_torch
 from tiny_llm.config.plan import make_plan
 from tiny_llm.config.saved import read_yaml
 from tiny_llm.sweeps.sweep import COMPOSED
@@ -37,6 +37,8 @@ def run_point(path: Path) -> None:
             return
         placement = find_placement()
         resume = continuation(path, config, placement.world) if directory.holds_run else None
+        if placement.world > 1:
+            quieten_torch()
         from tiny_llm.training.start import run
 
         run(make_plan(resume.config if resume else config, placement.world), resume, placement, again=True)

@@ -114,8 +114,7 @@ class Components:
             ("data", trainer, "_next_micro_batch"),
             ("compute", engine, "_accumulate_gradients"),
             ("clip", engine.model, "gradient_norms"),
-            ("mix", engine, "_mix"),
-            ("adamw", engine.optimizer, "step"),
+            ("mix and adamw", engine, "apply"),
             ("log", trainer, "_log_train_row"),
         ):
             self._wrap(name, owner, method)

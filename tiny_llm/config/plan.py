@@ -69,6 +69,13 @@ class Plan:
         """Return the one-based epoch that the zero-based `update` belongs to."""
         return next(e for e, boundary in enumerate(self.epoch_boundaries, 1) if update < boundary)
 
+    def keeps_epoch(self, epoch: int) -> bool:
+        """Whether the weights at the end of the one-based `epoch` are kept."""
+        policy, epochs = self.config.training.checkpoint_policy, self.config.training.checkpoint_epochs
+        if isinstance(epochs, int):
+            return policy == "interval" and epoch % epochs == 0
+        return policy == "explicit" and epoch in epochs
+
     def lr(self, update: int) -> float:
         return self.config.optimizer.lr * lr_factor(self.config.schedule, update + 1, self.updates)
 

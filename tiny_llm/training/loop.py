@@ -24,7 +24,7 @@ from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.loader import TrainingStream
 from tiny_llm.decentralized.consensus import consensus_error
 from tiny_llm.distributed.ranks import Ranks, alone
-from tiny_llm.training.checkpoint import CheckpointError, State, save_state, save_weights
+from tiny_llm.training.checkpoint import CheckpointError, State, save_state
 from tiny_llm.training.engine import Engine, MicroBatch, UpdateResult
 from tiny_llm.training.evaluation import Evaluation, Evaluator
 from tiny_llm.training.progress import Progress
@@ -32,7 +32,7 @@ from tiny_llm.training.run_directory import Metrics, RunDirectory
 from tiny_llm.training.sampling import sample_rows
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import Tracker
-from tiny_llm.training.worker_files import save_epoch_state, worker_directory
+from tiny_llm.training.worker_files import save_epoch
 
 
 class Window:
@@ -243,7 +243,7 @@ class Trainer:
         self._record(row)
         self.progress.validation(row)
         self.epochs_validated = epoch
-        kept = self._keeps_epoch(epoch)
+        kept = self.plan.keeps_epoch(epoch)
         if self.best is None or evaluation.loss < self.best["loss"]:
             name = f"epoch-{epoch:03d}.safetensors" if kept else None
             self.best = {"loss": evaluation.loss, "epoch": epoch, "update": self.update, "weights": name}
@@ -263,33 +263,14 @@ class Trainer:
             "seconds": self.seconds,
         }
 
-    def _keeps_epoch(self, epoch: int) -> bool:
-        policy, epochs = self.config.training.checkpoint_policy, self.config.training.checkpoint_epochs
-        if policy == "interval":
-            assert isinstance(epochs, int)
-            return epoch % epochs == 0
-        return policy == "explicit" and not isinstance(epochs, int) and epoch in epochs
-
     def _save_epoch(self, epoch: int) -> None:
         state = self.state()
-        self._by_first(lambda: self._publish_epoch(f"epoch-{epoch:03d}", state))
-
-    def _publish_epoch(self, name: str, state: State | None) -> None:
-        assert state is not None
-        facts = {
-            "update": str(self.update),
-            "tokens": str(self.tokens),
-            "recipe": recipe_identity(self.config),
-        }
-        root, layout, rows_ND = self.directory.path, self.engine.model.layout, state["parameters"]
-        if len(rows_ND) > 1:
-            for i, row_D in enumerate(rows_ND):
-                path = worker_directory(root, i) / f"{name}.safetensors"
-                save_weights(path, layout.views(row_D), {**facts, "worker": str(i)})
-        wide = torch.promote_types(rows_ND.dtype, torch.float32)
-        save_weights(root / f"{name}.safetensors", layout.views(rows_ND.mean(0, dtype=wide)), facts)
-        if self.config.training.save_epoch_training_state:
-            save_epoch_state(root / f"{name}.pt", state, layout)
+        weights_alone = not self.config.training.save_epoch_training_state
+        self._by_first(
+            lambda: save_epoch(
+                self.directory / f"epoch-{epoch:03d}", state or {}, self.engine.model.layout, weights_alone
+            )
+        )
 
     def _by_first(self, work: Callable[[], None]) -> None:
         """Have the first rank do what is to be done once, while the others wait however long it takes."""

@@ -37,8 +37,3 @@ class StopSignals:
             signal.raise_signal(number)
         self.received = number
         print(f"\n{signal.Signals(number).name}: stopping at the next update boundary", file=sys.stderr)
-
-    def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
-        if self.received is not None:
-            raise Interrupted(self.received)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiny_llm.decentralized.arena import Entry, Layout
-from tiny_llm.training.checkpoint import CheckpointError, State, load_state, save_state
+from tiny_llm.training.checkpoint import CheckpointError, State, load_state, save_state, save_weights
 
 ARENAS = {"parameters": "weights", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 MUST_AGREE = ("update", "position", "identity", "config")
@@ -25,6 +25,27 @@ MUST_AGREE = ("update", "position", "identity", "config")
 
 def worker_directory(directory: Path, i: int) -> Path:
     return directory / f"node-{i:03d}"
+
+
+def save_epoch(path: Path, state: State, layout: Layout, weights_alone: bool) -> None:
+    """Publish an epoch's weights as safetensors (of several workers each one's and their mean) and training state.
+
+    path: the root's, without a suffix. weights_alone leaves the training state out.
+    """
+    facts = {
+        "update": str(state["update"]),
+        "tokens": str(state["tokens"]),
+        "recipe": state["identity"]["recipe"],
+    }
+    rows_ND = state["parameters"]
+    if len(rows_ND) > 1:
+        for i, row_D in enumerate(rows_ND):
+            file = worker_directory(path.parent, i) / f"{path.name}.safetensors"
+            save_weights(file, layout.views(row_D), {**facts, "worker": str(i)})
+    mean_D = rows_ND.mean(0, dtype=torch.promote_types(rows_ND.dtype, torch.float32))
+    save_weights(path.with_name(f"{path.name}.safetensors"), layout.views(mean_D), facts)
+    if not weights_alone:
+        save_epoch_state(path.with_name(f"{path.name}.pt"), state, layout)
 
 
 def save_epoch_state(root: Path, state: State, layout: Layout) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from tiny_llm.decentralized.arena import blocks
@@ -54,12 +53,15 @@ class Mixing:
         if self._terms is None:
             self._approach_mean_(columns)
             return
-        mixed_nC = torch.empty_like(self.sources.rows_nD[:, columns])
-        for row_C, ((first, weight), *others) in zip(mixed_nC, self._terms, strict=True):
-            torch.mul(self.sources.row(first)[columns], weight, out=row_C)
+        heard = {j: self.sources.row(j)[columns] for terms in self._terms for j, _ in terms}
+        mixed = []
+        for (first, weight), *others in self._terms:
+            row_C = heard[first] * weight
             for j, weight in others:
-                row_C.add_(self.sources.row(j)[columns], alpha=weight)
-        self.sources.rows_nD[:, columns] = mixed_nC
+                row_C.add_(heard[j], alpha=weight)
+            mixed.append(row_C)
+        for own, row_C in enumerate(mixed, self.sources.first):
+            self.sources.row(own)[columns] = row_C
 
     def _approach_mean_(self, columns: slice) -> None:
         rows_nC, total_D = self.sources.rows_nD[:, columns], self.sources.total_D

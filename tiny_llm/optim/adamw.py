@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,15 @@ from tiny_llm.decentralized.arena import blocks
 BlockWork = Callable[[slice], None]
 
 CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some columns of the arenas: each worker's parameters, gradients and moments there, as views."""
+
+    columns: slice
+    weight_decay: float
+    workers: list[tuple[Tensor, ...]]
 
 
 class PackedParameters(Protocol):
@@ -42,6 +52,7 @@ class PackedAdamW:
         self._parameters = model.parameter_storage
         self.first_moment_storage = torch.zeros_like(model.parameter_storage)
         self.second_moment_storage = torch.zeros_like(model.parameter_storage)
+        self._cut: tuple[Tensor, list[Block]] | None = None
 
     @torch.no_grad()
     def step(
@@ -65,15 +76,35 @@ class PackedAdamW:
         self.updates += 1
         lr = self.config.lr if lr is None else lr
         divisors = self._clip_divisors(norms)
-        decayed = self.model.layout.decayed
-        for start, stop, weight_decay in ((0, decayed, self.config.weight_decay), (decayed, None, 0.0)):
-            for columns in blocks(self._parameters, start, stop):
-                if before is not None:
-                    before(columns)
-                for i, divisor in enumerate(divisors):
-                    self._update_worker(i, columns, lr, weight_decay, divisor)
-                if after is not None:
-                    after(columns)
+        steps = torch.tensor(float(self.updates), device=self._parameters.device)
+        for block in self._blocks():
+            if before is not None:
+                before(block.columns)
+            for parts, divisor in zip(block.workers, divisors, strict=True):
+                self._update_block(parts, lr, block.weight_decay, divisor, steps)
+            if after is not None:
+                after(block.columns)
+
+    def _blocks(self) -> list[Block]:
+        """Return the arenas in blocks; made anew only when the gradients lie elsewhere, for views take their time."""
+        gradients = self.model.gradient_storage
+        if self._cut is None or self._cut[0] is not gradients:
+            arenas = (self._parameters, gradients, self.first_moment_storage, self.second_moment_storage)
+            decayed = self.model.layout.decayed
+            found = [
+                Block(
+                    columns,
+                    weight_decay,
+                    list(zip(*(arena[:, columns].unbind() for arena in arenas), strict=True)),
+                )
+                for start, stop, weight_decay in (
+                    (0, decayed, self.config.weight_decay),
+                    (decayed, None, 0.0),
+                )
+                for columns in blocks(self._parameters, start, stop)
+            ]
+            self._cut = gradients, found
+        return self._cut[1]
 
     def _clip_divisors(self, norms: Tensor | None) -> list[Tensor | None]:
         """Return max(1, (norm + eps) / threshold) for each worker: the kernel divides by it as it reads."""
@@ -86,25 +117,17 @@ class PackedAdamW:
             return [None] * len(divisors)
         return list(divisors.float().unbind())
 
-    def _update_worker(
-        self, i: int, columns: slice, lr: float, weight_decay: float, divisor: Tensor | None
+    def _update_block(
+        self, parts: tuple[Tensor, ...], lr: float, weight_decay: float, divisor: Tensor | None, steps: Tensor
     ) -> None:
-        parameter, gradient, first, second = (
-            arena[i, columns]
-            for arena in (
-                self._parameters,
-                self.model.gradient_storage,
-                self.first_moment_storage,
-                self.second_moment_storage,
-            )
-        )
+        parameter, gradient, first, second = parts
         torch._fused_adamw_(
             [parameter],
             [gradient],
             [first],
             [second],
             [],
-            [torch.tensor(float(self.updates), device=parameter.device)],
+            [steps],
             lr=lr,
             beta1=self.config.beta1,
             beta2=self.config.beta2,

@@ -21,7 +21,7 @@ from tiny_llm.benchmarks.machine import faster, measure_machine, synchronize
 from tiny_llm.benchmarks.measurements import described, plan_of
 from tiny_llm.config.plan import Plan, settled
 from tiny_llm.interop.families import hf_config
-from tiny_llm.training.device import compute_dtype, open_device, prepare_torch, settle_runtime
+from tiny_llm.training.device import compute_dtype, open_device, settle_runtime
 
 WARM_UP = 3  # updates: compilation, caches, the optimizer's first state
 
@@ -95,11 +95,13 @@ def settings(plan: Plan, directory: str, updates: int) -> Any:
 
 
 def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict[str, Any]:
-    """Measure the Trainer's steady state: whole windows of updates after a warm-up."""
+    """Measure the Trainer's steady state, as it comes: whole windows of updates after a warm-up."""
     plan = plan_of(overrides)
     config = settled(settle_runtime(plan), plan)
     plan = Plan(config, plan.parameters, plan.epoch_boundaries, plan.micro_batch_size)
-    device = prepare_torch(config)
+    device = open_device(config.runtime.device)
+    if config.runtime.threads:
+        torch.set_num_threads(config.runtime.threads)
     before = measure_machine(device, compute_dtype(config))
     total = WARM_UP + windows * updates
     rows = RandomRows(total * plan.batch_sequences, config.model.context_length, config.data.vocab_size)

@@ -104,7 +104,8 @@ def _packed(number: int, overrides: list[str], arguments: BenchmarkArguments) ->
 def _processes(number: int, overrides: list[str], arguments: BenchmarkArguments) -> Iterator[Measurement]:
     """Yield one packed process, then gossip and data parallel on several ranks, at the same global batch."""
     ranks, size = arguments.ranks, (arguments.windows, arguments.updates)
-    make_plan(compose([*_workers(number), *overrides]).config(), ranks)  # refuse what cannot be divided
+    for topology in arguments.topologies:  # refuse what cannot be composed or divided
+        make_plan(compose([*_workers(number), *overrides, f"topology={topology}"]).config(), ranks)
     for count in (1, ranks):
         for scheme in ("awc", "atc") if count > 1 else ("awc",):
             for topology in arguments.topologies if count > 1 else arguments.topologies[:1]:

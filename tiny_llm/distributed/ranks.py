@@ -222,8 +222,8 @@ def _join(placement: Placement, device: torch.device, timeout_seconds: float) ->
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"rank {placement.rank} of {placement.world} did not find the others within "
-            f"runtime.timeout_seconds={timeout_seconds:g}: {str(error).splitlines()[0]}; check MASTER_ADDR and "
-            "MASTER_PORT, and that all ranks were started"
+            f"could not meet the other ranks, {placement.world} in all: {str(error).splitlines()[0].rstrip('.')}; check "
+            "that all were started, with the same MASTER_ADDR and MASTER_PORT, or raise "
+            f"runtime.timeout_seconds={timeout_seconds:g}"
         ) from None
     return store

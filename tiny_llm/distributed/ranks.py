@@ -222,7 +222,7 @@ def _join(placement: Placement, device: torch.device, timeout_seconds: float) ->
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"could not meet the other ranks, {placement.world} in all: {str(error).splitlines()[0].rstrip('.')}; check "
+            f"could not meet the other ranks of {placement.world}: {str(error).splitlines()[0].rstrip('.')}; check "
             "that all were started, with the same MASTER_ADDR and MASTER_PORT, or raise "
             f"runtime.timeout_seconds={timeout_seconds:g}"
         ) from None

@@ -76,7 +76,9 @@ def arenas(engine: Engine) -> dict[str, Tensor]:
 # executors and equalities
 
 
-@pytest.mark.parametrize(("scheme", "topology"), product(SCHEMES, ("one_peer_exponential", "base_k", "ring")))
+@pytest.mark.parametrize(
+    ("scheme", "topology"), [*product(SCHEMES, ("one_peer_exponential", "base_k", "ring"))]
+)
 def test_looped_and_batched_agree_to_1e_12_in_fp64(scheme: str, topology: str) -> None:
     engines = []
     for execution in EXECUTIONS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
     placement = find_placement()
     plan = make_plan(compose(overrides).config(), placement.world)
     config = settled(settle_runtime(plan), plan)
-    plan = Plan(config, plan.parameters, plan.epoch_boundaries, plan.micro_batch_size, plan.ranks)
+    plan = replace(plan, config=config)
     device = prepare_torch(config, placement)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(MeanLoss(plan))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -98,7 +99,7 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
     """Measure the Trainer's steady state, as it comes: whole windows of updates after a warm-up."""
     plan = plan_of(overrides)
     config = settled(settle_runtime(plan), plan)
-    plan = Plan(config, plan.parameters, plan.epoch_boundaries, plan.micro_batch_size)
+    plan = replace(plan, config=config)
     device = open_device(config.runtime.device)
     if config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)

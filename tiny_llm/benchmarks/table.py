@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Result = dict[str, Any]
 
@@ -22,21 +23,9 @@ def print_results(kind: str, overrides: list[str], results: list[Result]) -> Non
 
 
 def _print_training(results: list[Result]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "way",
-        "N",
-        "precision",
-        "tokens/s",
-        "min to max",
-        "of peak",
-        "memory",
-        "over arenas",
-        "components",
-    ):
-        table.add_column(column, justify="left" if column in ("way", "components") else "right", no_wrap=True)
+    table = _table(
+        "way", "N", "precision", "tokens/s", "min to max", "of peak", "memory", "over arenas", "components"
+    )
     for result in results:
         rate = result["tokens_per_second"]
         mode = ", compiled" if result["compile"] else ""
@@ -61,21 +50,9 @@ def _print_training(results: list[Result]) -> None:
 
 
 def _print_processes(results: list[Result]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "way",
-        "N",
-        "ranks",
-        "precision",
-        "tokens/s",
-        "min to max",
-        "communicating",
-        "sent",
-        "predicted",
-    ):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table = _table(
+        "way", "N", "ranks", "precision", "tokens/s", "min to max", "communicating", "sent", "predicted"
+    )
     for result in results:
         rate, share, sent = (
             result[key] for key in ("tokens_per_second", "communication_share", "bytes_sent")
@@ -95,6 +72,16 @@ def _print_processes(results: list[Result]) -> None:
     console = _wide_console()
     console.print(table)
     console.print("communicating: the share of time that training waits for it; sent: by a rank in an update")
+
+
+def _table(*columns: str) -> Table:
+    """Return an empty table: words to the left, numbers to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("way", "components") else "right", no_wrap=True)
+    return table
 
 
 def _wide_console() -> Console:

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 5.0  # that the training thread gets to end by itself before 
 class RankLostError(UserError):
     """Another rank died, hangs or failed; the message names it."""
 
-    def __init__(self, rank: int | None, message: str) -> None:
+    def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
 

@@ -178,9 +178,8 @@ def _status(directory: RunDirectory, plan: Plan, ranks: Ranks) -> Any:
 
 def _note_failure(directory: RunDirectory, plan: Plan, placement: Placement, error: BaseException) -> None:
     """Write down that the run failed: the first rank does, or whoever misses it. Who wakes up late adds nothing."""
-    lost = isinstance(error, RankLostError)
-    writes = placement.first or (isinstance(error, RankLostError) and error.rank == 0)
-    if writes and not (lost and directory.status != "running"):
+    lost = error.rank if isinstance(error, RankLostError) else None
+    if (placement.first or lost == 0) and (lost is None or directory.status == "running"):
         with contextlib.suppress(OSError):  # on a full disk the error itself matters more
             directory.set_status("failed", error=f"{type(error).__name__}: {error}", updates=plan.updates)
 
@@ -227,10 +226,11 @@ def _train(
                 for line in _opening(plan, directory, device, trainer):
                     progress.say(line)
                 result = trainer.train(progress)
-        weights = trainer.engine.average_weights()
-        with ranks.first_alone():
-            if config.sample_prompt is not None and ranks.first:
-                show_sample(config, weights, cache, config.sample_prompt, log)
+        if config.sample_prompt is not None:
+            weights = trainer.engine.average_weights()
+            with ranks.first_alone():
+                if ranks.first:
+                    show_sample(config, weights, cache, config.sample_prompt, log)
     if ranks.first:
         loss = result["final_validation_loss"]
         print(f"final validation loss {loss:.4f}; everything is in {directory.path}")

@@ -1,7 +1,7 @@
-"""One run on several ranks of this machine: tokens/s, time in communication, and bytes on the wire.
+"""Ways to train on several ranks of this machine: tokens/s, time in communication, and bytes on the wire.
 
-`on_ranks` starts a function of a file on each of several ranks, as torchrun would, and returns what the first rank
-found. Run as a module, this file is such a rank.
+`on_ranks` starts `training_on_ranks` on several ranks, as torchrun would, and returns what the first one found. Run
+as a module, this file is such a rank.
 """
 
 from __future__ import annotations
@@ -13,17 +13,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiny_llm.benchmarks.loading import load_file
+from tiny_llm.benchmarks.machine import seconds_of
+from tiny_llm.benchmarks.measurements import spread
+from tiny_llm.benchmarks.workload import trainer_of
+from tiny_llm.config.compose import compose
 from tiny_llm.config.errors import UserError
+from tiny_llm.config.placement import find_placement
+from tiny_llm.config.plan import Plan, make_plan
+from tiny_llm.distributed.ranks import Ranks, open_ranks
+from tiny_llm.training.device import prepare_torch
 
 Result = dict[str, Any]
 
 
-def on_ranks(file: str, function: str, ranks: int, *words: Any) -> Result:
-    """Call a function of a file with `words`, plain data, on each of `ranks` processes. Raises UserError."""
+def on_ranks(ranks: int, ways: list[tuple[str, str, list[str]]], windows: int, updates: int) -> list[Result]:
+    """Start `training_on_ranks` on each of `ranks` processes. Raises UserError."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     shared = {
         "WORLD_SIZE": ranks,
@@ -34,16 +45,16 @@ def on_ranks(file: str, function: str, ranks: int, *words: Any) -> Result:
     }
     with tempfile.TemporaryDirectory() as place:
         result = Path(place) / "result.json"
-        door = [sys.executable, "-m", "tiny_llm.benchmarks.processes"]
-        command = [*door, file, function, str(result), json.dumps(words)]
+        words = json.dumps([ways, windows, updates])
+        command = [sys.executable, "-m", "tiny_llm.benchmarks.processes", str(result), words]
         started = []
         for rank in range(ranks):
             own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
             started.append(subprocess.Popen(command, env=os.environ | own))
         codes = [process.wait() for process in started]
         if any(codes):
-            raise UserError(f"{function} ended with {codes} on {ranks} ranks")
-        found: Result = json.loads(result.read_text())
+            raise UserError(f"the ranks of the benchmark ended with {codes}")
+        found: list[Result] = json.loads(result.read_text())
         return found
 
 
@@ -53,48 +64,90 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def training_on_ranks(name: str, overrides: list[str], windows: int, updates: int) -> Result:
-    """Measure the production update on this and the other ranks."""
-    from tiny_llm.benchmarks.machine import seconds_of
-    from tiny_llm.benchmarks.measurements import repeat, spread
-    from tiny_llm.benchmarks.workload import trainer_of
-    from tiny_llm.config.compose import compose
-    from tiny_llm.config.placement import find_placement
-    from tiny_llm.config.plan import make_plan
-    from tiny_llm.distributed.ranks import open_ranks
-    from tiny_llm.training.device import prepare_torch
+@dataclass(frozen=True)
+class Way:
+    """A way to train on several ranks, ready to go.
 
+    update: does one. seconds_talking: spent in communication so far; None where it hides. predicted: the bytes that
+    a rank sends in the next update; None where nobody says.
+    """
+
+    plan: Plan
+    update: Callable[[], object]
+    seconds_talking: Callable[[], float] | None = None
+    predicted: Callable[[], float] | None = None
+
+
+def training_on_ranks(ways: list[tuple[str, str, list[str]]], windows: int, updates: int) -> list[Result]:
+    """Measure ways to train side by side on this and the other ranks.
+
+    ways: each a name, the file whose `open_way` opens it, and overrides. They take turns, window by window, so that
+    what slows the machine for a while slows all of them. Returns a result for each.
+    """
     placement = find_placement()
-    plan = make_plan(compose(overrides).config(), placement.world)
+    plan = make_plan(compose(ways[0][2]).config(), placement.world)
     device = prepare_torch(plan.config, placement)
-    with (
-        open_ranks(placement, device, plan.config.runtime.timeout_seconds) as ranks,
-        trainer_of(plan, ranks) as trainer,
-    ):
-        stream = trainer.open_stream()
-        trainer.advance(stream)  # warm-up
-        rates, talking, wire, first = [], [], [], trainer.update
-        for _ in range(windows):
-            ranks.words("")  # all begin together
-            seconds_before, bytes_before = ranks.seconds_talking, sent_bytes()
-            seconds = seconds_of(lambda: repeat(updates, lambda: trainer.advance(stream)), device)
-            ranks.words("")  # all have sent
-            rates.append(updates * plan.config.training.batch_tokens / seconds)
-            talking.append((ranks.seconds_talking - seconds_before) / seconds)
-            wire.append((sent_bytes() - bytes_before) / updates / placement.world)
-        stream.close()
-        engine = trainer.engine
-        predicted = statistics.mean(engine.bytes_sent(number) for number in range(first, trainer.update))
-        return {
-            "name": name,
-            "num_models": plan.num_models,
-            "ranks": placement.world,
-            "precision": trainer.config.runtime.precision,
-            "tokens_per_second": spread(rates),
-            "communication_share": spread(talking),
-            "bytes_sent": spread(wire),
-            "predicted_bytes_sent": predicted,
+    timeout = plan.config.runtime.timeout_seconds
+    with open_ranks(placement, device, timeout) as ranks, ExitStack() as stack:
+        opened = {
+            name: stack.enter_context(load_file(Path(file)).open_way(overrides, ranks))
+            for name, file, overrides in ways
         }
+        found: list[list[Result]] = [[_window(way, ranks, updates) for way in opened.values()]]  # a warm-up
+        found += [[_window(way, ranks, updates) for way in opened.values()] for _ in range(windows)]
+        by_way = zip(opened.items(), zip(*found[1:], strict=True), strict=True)
+        last = [window[-1]["rate"] for window in found[1:]]
+        return [_summary(name, way, ranks.world, list(of_way), last) for (name, way), of_way in by_way]
+
+
+def _window(way: Way, ranks: Ranks, updates: int) -> Result:
+    """Do some updates and return tokens/s, the share of time in communication, bytes sent and predicted."""
+    talking, predicted = way.seconds_talking or (lambda: 0.0), []
+
+    def work() -> None:
+        for _ in range(updates):
+            predicted.append(way.predicted() if way.predicted else 0.0)
+            way.update()
+
+    ranks.words("")  # all begin together
+    seconds_before, bytes_before = talking(), sent_bytes()
+    seconds = seconds_of(work, ranks.device)
+    talked = talking() - seconds_before
+    ranks.words("")  # all have sent
+    return {
+        "rate": updates * way.plan.config.training.batch_tokens / seconds,
+        "share": talked / seconds,
+        "sent": (sent_bytes() - bytes_before) / updates / ranks.world,
+        "predicted": statistics.mean(predicted),
+    }
+
+
+def _summary(name: str, way: Way, ranks: int, windows: list[Result], last: list[float]) -> Result:
+    rates = [window["rate"] for window in windows]
+    return {
+        "name": name,
+        "num_models": way.plan.num_models,
+        "ranks": ranks,
+        "precision": way.plan.config.runtime.precision,
+        "tokens_per_second": spread(rates),
+        "of_last": spread([rate / other for rate, other in zip(rates, last, strict=True)]),
+        "communication_share": spread([w["share"] for w in windows]) if way.seconds_talking else None,
+        "bytes_sent": spread([w["sent"] for w in windows]),
+        "predicted_bytes_sent": statistics.mean(w["predicted"] for w in windows) if way.predicted else None,
+    }
+
+
+@contextmanager
+def open_way(overrides: list[str], ranks: Ranks) -> Iterator[Way]:
+    """Open the production update."""
+    plan = make_plan(compose(overrides).config(), ranks.world)
+    with trainer_of(plan, ranks) as trainer, closing(trainer.open_stream()) as stream:
+        yield Way(
+            trainer.plan,
+            lambda: trainer.advance(stream),
+            lambda: ranks.seconds_talking,
+            lambda: trainer.engine.bytes_sent(trainer.update),
+        )
 
 
 def sent_bytes() -> int:
@@ -104,8 +157,8 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    file, function, result, words = sys.argv[1:]
-    found = getattr(load_file(Path(file)), function)(*json.loads(words))
+    result, words = sys.argv[1:]
+    found = training_on_ranks(*json.loads(words))
     if os.environ["RANK"] == "0":
         Path(result).write_text(json.dumps(found))
 

@@ -38,8 +38,9 @@ def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
     make_plan(compose(overrides).config())  # refuse a mistake before anything is measured
     results: list[Result] = []
     for measurement in _measurements(arguments, overrides):
-        results.append(_in_own_process(measurement))
-        print(f"measured {_in_short(results[-1])}", flush=True)
+        for result in _in_own_process(measurement):
+            results.append(result)
+            print(f"measured {_in_short(result)}", flush=True)
     print_results(arguments.kind, overrides, results)
     if arguments.json is not None:
         path = Path(arguments.json)
@@ -103,27 +104,29 @@ def _packed(number: int, overrides: list[str], arguments: BenchmarkArguments) ->
 
 def _processes(number: int, overrides: list[str], arguments: BenchmarkArguments) -> Iterator[Measurement]:
     """Yield one packed process, then gossip and data parallel on several ranks, at the same global batch."""
-    ranks, size = arguments.ranks, (arguments.windows, arguments.updates)
-    for topology in arguments.topologies:  # refuse what cannot be composed or divided
-        make_plan(compose([*_workers(number), *overrides, f"topology={topology}"]).config(), ranks)
-    for count in (1, ranks):
-        for scheme in ("awc", "atc") if count > 1 else ("awc",):
-            for topology in arguments.topologies if count > 1 else arguments.topologies[:1]:
-                words = [
-                    f"decentralized={scheme}",
-                    f"decentralized.num_models={number}",
-                    f"topology={topology}",
-                ]
-                name = f"{scheme}, {topology}" if count > 1 else "packed, awc"
-                yield (
-                    RANKS,
-                    "on_ranks",
-                    (str(RANKS), "training_on_ranks", count, name, [*overrides, *words], *size),
-                )
-    words = [*overrides, "decentralized=off"]
-    yield RANKS, "on_ranks", (str(RANKS), "training_on_ranks", ranks, "data parallel", words, *size)
+    product, size = str(RANKS), (arguments.windows, arguments.updates)
+    gossip = [
+        (
+            f"{scheme}, {topology}",
+            product,
+            [
+                *overrides,
+                f"decentralized={scheme}",
+                f"decentralized.num_models={number}",
+                f"topology={topology}",
+            ],
+        )
+        for scheme in ("awc", "atc")
+        for topology in arguments.topologies
+    ]
+    for _, _, words in gossip:  # refuse what cannot be composed or divided
+        make_plan(compose(words).config(), arguments.ranks)
+    yield RANKS, "on_ranks", (1, [("packed, awc", product, gossip[0][2])], *size)
+    off = [*overrides, "decentralized=off"]
+    ways = [*gossip, ("data parallel", product, off)]
     if arguments.baselines and (torch_ddp := _in_tests("benchmarks/ddp")).is_file():
-        yield RANKS, "on_ranks", (str(torch_ddp), "measure", ranks, "torch's DDP", words, *size)
+        ways.append(("torch's DDP", str(torch_ddp), off))
+    yield RANKS, "on_ranks", (arguments.ranks, ways, *size)
 
 
 def _transformers_trainer(overrides: list[str], size: tuple[int, int]) -> Iterator[Measurement]:
@@ -152,14 +155,14 @@ def _in_tests(name: str) -> Path:
     return Path(__file__).resolve().parents[2] / "tests" / f"{name}.py"
 
 
-def _in_own_process(measurement: Measurement) -> Result:
+def _in_own_process(measurement: Measurement) -> list[Result]:
     """Run a measurement in a fresh process, so that memory and compiled code are its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_measure, measurement).result()
 
 
-def _measure(measurement: Measurement) -> Result:
+def _measure(measurement: Measurement) -> list[Result]:
     file, function, words = measurement
-    result: Result = getattr(load_file(file), function)(*words)
-    return result
+    found: Result | list[Result] = getattr(load_file(file), function)(*words)
+    return found if isinstance(found, list) else [found]

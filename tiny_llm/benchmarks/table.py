@@ -51,12 +51,20 @@ def _print_training(results: list[Result]) -> None:
 
 def _print_processes(results: list[Result]) -> None:
     table = _table(
-        "way", "N", "ranks", "precision", "tokens/s", "min to max", "communicating", "sent", "predicted"
+        "way",
+        "N",
+        "ranks",
+        "precision",
+        "tokens/s",
+        "min to max",
+        "of last",
+        "communicating",
+        "sent",
+        "predicted",
     )
     for result in results:
-        rate, share, sent = (
-            result[key] for key in ("tokens_per_second", "communication_share", "bytes_sent")
-        )
+        keys = ("tokens_per_second", "of_last", "communication_share", "bytes_sent")
+        rate, of_last, share, sent = (result[key] for key in keys)
         predicted = result["predicted_bytes_sent"]
         table.add_row(
             result["name"],
@@ -65,12 +73,14 @@ def _print_processes(results: list[Result]) -> None:
             result["precision"],
             f"{rate['median']:,.0f}",
             f"{rate['min']:,.0f} to {rate['max']:,.0f}",
+            f"{of_last['median']:.3f}",
             "" if share is None else f"{share['median']:.1%}",
             f"{sent['median'] / 2**20:.1f} MiB",
             "" if predicted is None else f"{predicted / 2**20:.1f} MiB",
         )
     console = _wide_console()
     console.print(table)
+    console.print("of last: against the last way on as many ranks, window by window, median")
     console.print("communicating: the share of time that training waits for it; sent: by a rank in an update")
 
 

@@ -40,13 +40,13 @@ class Mixing:
         self.gamma = gamma
         self.num_models = len(peers)
         own = range(sources.first, sources.first + len(sources.rows_nD))
-        self._terms = None if hears_all(peers) else [_weakened(peers[i], i, gamma) for i in own]
+        self._terms = None if shares_mean(peers) else [_weakened(peers[i], i, gamma) for i in own]
 
     def apply_(self, columns: slice) -> None:
         """Mix some columns of this process's rows.
 
         Each row adds its terms by ascending worker, so its result does not depend on which process holds whom;
-        but where all hear all, they mix with one mean.
+        but where all share a mean, they mix with that.
         """
         if self.num_models == 1 or self.gamma == 0.0:
             return
@@ -80,9 +80,14 @@ def mix_(arena_ND: Tensor, peers: Peers, gamma: float = 1.0) -> None:
         mixing.apply_(columns)
 
 
-def hears_all(peers: Peers) -> bool:
-    """Whether every worker takes the same share of every worker."""
-    return all(len(row) == len(peers) and len({weight for _, weight in row}) == 1 for row in peers)
+def shares_mean(peers: Peers) -> bool:
+    """Whether a step gives the mean of all to all, by one sum.
+
+    Two workers need no sum: each hears the other's row, which is as many bytes between ranks and one pass less.
+    """
+    return len(peers) > 2 and all(
+        len(row) == len(peers) and len({weight for _, weight in row}) == 1 for row in peers
+    )
 
 
 def _weakened(row: list[tuple[int, float]], i: int, gamma: float) -> list[tuple[int, float]]:

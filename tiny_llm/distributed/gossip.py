@@ -1,8 +1,8 @@
 """Gossip between ranks: each sends its workers' parameter rows to those that hear them.
 
 A mixing step's sparse peer lists say which rows cross ranks; a row goes once to each rank that needs it. Where all
-workers hear all, the rows' sum goes round instead (all-reduce). In flow an arena and a topology's step; out flow the
-rows heard from elsewhere, or the sum, for `decentralized/mixing.py` to mix with.
+share the mean of all, the rows' sum goes round instead (all-reduce). In flow an arena and a topology's step; out
+flow the rows heard from elsewhere, or the sum, for `decentralized/mixing.py` to mix with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tiny_llm.decentralized.mixing import Peers, Sources, hears_all
+from tiny_llm.decentralized.mixing import Peers, Sources, shares_mean
 from tiny_llm.distributed.ranks import Ranks
 
 
@@ -40,7 +40,7 @@ def messages(peers: Peers, workers_a_rank: int) -> list[Message]:
 def bytes_sent(peers: Peers, workers_a_rank: int, row_bytes: int) -> float:
     """Return the bytes that a rank sends in a mixing step, mean over ranks."""
     ranks = len(peers) // workers_a_rank
-    if hears_all(peers):
+    if shares_mean(peers):
         return all_reduce_bytes(ranks, row_bytes)
     return len(messages(peers, workers_a_rank)) / ranks * row_bytes
 
@@ -60,7 +60,7 @@ class Exchange:
         if ranks.world == 1:
             return
         with ranks.talking():
-            if hears_all(peers):
+            if shares_mean(peers):
                 self._begin_sum(rows_nD)
             else:
                 self._begin_messages(rows_nD, peers)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tiny_llm.benchmarks.machine import faster, measure_machine, seconds_of
-from tiny_llm.benchmarks.measurements import described, plan_of
+from tiny_llm.benchmarks.machine import measure_windows
+from tiny_llm.benchmarks.measurements import described, plan_of, repeat
 from tiny_llm.config.plan import Plan, settled
 from tiny_llm.models import attention
 from tiny_llm.models import operations as op
@@ -122,7 +122,6 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
     config = settled(settle_runtime(plan), plan)
     device, dtype = prepare_torch(config), compute_dtype(config)
     plan = Plan(config, plan.parameters, plan.epoch_boundaries, plan.micro_batch_size)
-    before = measure_machine(device, dtype)
     attention.blocked_attention = attention.fused_attention  # torch's own: the product's kernel is not theirs
     way = BASELINES[name](plan, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -135,11 +134,7 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
     work()
     seconds_of_parts = getattr(way, "seconds", {})
     seconds_of_parts.update(dict.fromkeys(seconds_of_parts, 0.0))  # forget the warm-up
-    rates = []
-    for _ in range(windows):
-        seconds = seconds_of(lambda: [work() for _ in range(updates)], device)
-        rates.append(updates * config.training.batch_tokens / seconds)
-    machine = faster(before, measure_machine(device, dtype))
+    measured = measure_windows(lambda: repeat(updates, work), windows, device, dtype)
     total = sum(seconds_of_parts.values())
     components = {part: seconds / total for part, seconds in seconds_of_parts.items()}
-    return {**described(name, plan, machine, rates), "execution": name, "components": components}
+    return {**described(name, plan, measured, updates), "execution": name, "components": components}

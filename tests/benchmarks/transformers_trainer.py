@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tiny_llm.benchmarks.machine import faster, measure_machine, synchronize
+from tiny_llm.benchmarks.machine import Windows, Yardstick, synchronize
 from tiny_llm.benchmarks.measurements import described, plan_of
 from tiny_llm.config.plan import Plan, settled
 from tiny_llm.interop.families import hf_config
@@ -40,21 +39,23 @@ class RandomRows(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens_RT[row], "labels": self.tokens_RT[row]}
 
 
-class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes when each update has ended on the device."""
+class WindowClock(transformers.TrainerCallback):  # type: ignore[misc]
+    """Times windows of updates after a warm-up, and the machine around each."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.ends: list[float] = []
+    def __init__(self, yardstick: Yardstick, updates: int) -> None:
+        self.yardstick, self.updates = yardstick, updates
+        self.done = 0
+        self.windows = Windows([], [])
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        synchronize(self.device)
-        self.ends.append(time.perf_counter())
-
-    def seconds(self, windows: int, updates: int) -> list[float]:
-        """Return how long each window of `updates` updates after the warm-up took."""
-        marks = self.ends[WARM_UP - 1 :: updates][: windows + 1]
-        return [end - start for start, end in pairwise(marks)]
+        self.done += 1
+        if self.done < WARM_UP or (self.done - WARM_UP) % self.updates:
+            return
+        synchronize(self.yardstick.device)
+        if self.done > WARM_UP:
+            self.windows.seconds.append(time.perf_counter() - self.start)
+        self.windows.machines.append(self.yardstick.machine())
+        self.start = time.perf_counter()
 
 
 def model_of(plan: Plan) -> Any:
@@ -103,17 +104,13 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
     device = open_device(config.runtime.device)
     if config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)
-    before = measure_machine(device, compute_dtype(config))
     total = WARM_UP + windows * updates
     rows = RandomRows(total * plan.batch_sequences, config.model.context_length, config.data.vocab_size)
-    clock = StepClock(device)
+    clock = WindowClock(Yardstick(device, compute_dtype(config)), updates)
     with tempfile.TemporaryDirectory() as place:
         trainer = transformers.Trainer(
             model=model_of(plan), args=settings(plan, place, total), train_dataset=rows, callbacks=[clock]
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    seconds = clock.seconds(windows, updates)
-    rates = [updates * config.training.batch_tokens / window for window in seconds]
-    machine = faster(before, measure_machine(device, compute_dtype(config)))
-    return {**described(name, plan, machine, rates), "execution": name}
+    return {**described(name, plan, clock.windows, updates), "execution": name}

@@ -1,16 +1,22 @@
-"""What this machine can do: its matmul peak and its copy bandwidth, the yardsticks of every benchmark."""
+"""What this machine can do: its matmul peak and its copy bandwidth, the yardsticks of every benchmark.
+
+Other work on the machine makes it slower for seconds or minutes, so it is measured around every window of a
+measurement, and a window is compared with what the machine could do just before and after it.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 PEAK_SIZE = 4096
-COPY_BYTES = 2**28
-TRIES = 5
+COPY_BYTES = 2**27
+TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -21,26 +27,59 @@ class Machine:
     copy_bytes: float
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure in this process, with its threads, and take the best of a few tries."""
-    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(a)
-    source = torch.zeros(COPY_BYTES // 4, device=device)
-    target = torch.zeros_like(source)
-    return Machine(
-        matmul_flops=2 * PEAK_SIZE**3 / best_seconds(lambda: torch.mm(a, b, out=product), device),
-        copy_bytes=2 * COPY_BYTES / best_seconds(lambda: target.copy_(source), device),
-    )
+@dataclass(frozen=True)
+class Windows:
+    """How long windows of work took, and the machine before, between and after them."""
+
+    seconds: list[float]
+    machines: list[Machine]
+
+    def machine(self) -> Machine:
+        """Return the median machine."""
+        flops, copies = zip(*((m.matmul_flops, m.copy_bytes) for m in self.machines), strict=True)
+        return Machine(statistics.median(flops), statistics.median(copies))
+
+    def shares_of_peak(self, flops: float) -> list[float]:
+        """Return the matmul peak's share that each window reached with `flops` model FLOPs."""
+        peaks = [(before.matmul_flops + after.matmul_flops) / 2 for before, after in pairwise(self.machines)]
+        return [flops / seconds / peak for seconds, peak in zip(self.seconds, peaks, strict=True)]
+
+    def times_least(self, traffic: int) -> list[float]:
+        """Return how many times as long each window took as copying does with `traffic` bytes."""
+        copies = [(before.copy_bytes + after.copy_bytes) / 2 for before, after in pairwise(self.machines)]
+        return [seconds * copy / traffic for seconds, copy in zip(self.seconds, copies, strict=True)]
 
 
-def faster(first: Machine, second: Machine) -> Machine:
-    """Return the better of two measurements, before and after: what else ran only ever slowed one down."""
-    return Machine(max(first.matmul_flops, second.matmul_flops), max(first.copy_bytes, second.copy_bytes))
+class Yardstick:
+    """Measures the machine in this process, with its threads, and takes the best of a few tries."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self._a, self._b = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=device).to(dtype) for _ in range(2))
+        self._product = torch.empty_like(self._a)
+        self._source = torch.zeros(COPY_BYTES // 4, device=device)
+        self._target = torch.zeros_like(self._source)
+        self.machine()  # a warm-up
+
+    def machine(self) -> Machine:
+        matmul = self._best_seconds(lambda: torch.mm(self._a, self._b, out=self._product))
+        copy = self._best_seconds(lambda: self._target.copy_(self._source))
+        return Machine(2 * PEAK_SIZE**3 / matmul, 2 * COPY_BYTES / copy)
+
+    def _best_seconds(self, work: Callable[[], object]) -> float:
+        return min(seconds_of(work, self.device) for _ in range(TRIES))
 
 
-def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    work()
-    return min(seconds_of(work, device) for _ in range(TRIES))
+def measure_windows(
+    work: Callable[[], object], windows: int, device: torch.device, dtype: torch.dtype
+) -> Windows:
+    """Time `work` in windows, and the machine around each."""
+    yardstick = Yardstick(device, dtype)
+    seconds, machines = [], [yardstick.machine()]
+    for _ in range(windows):
+        seconds.append(seconds_of(work, device))
+        machines.append(yardstick.machine())
+    return Windows(seconds, machines)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiny_llm.benchmarks.machine import Machine, faster, measure_machine, seconds_of, synchronize
+from tiny_llm.benchmarks.machine import Windows, measure_windows, seconds_of, synchronize
 from tiny_llm.benchmarks.workload import flops_a_target, trainer_of
 from tiny_llm.config.compose import compose
 from tiny_llm.config.plan import Plan, make_plan
@@ -55,16 +55,13 @@ def training(name: str, overrides: list[str], windows: int, updates: int) -> Res
         stream = trainer.open_stream()
         trainer.advance(stream)  # warm-up: compilation, caches
         grown = trainer._peak_memory() - (resident if device.type == "cpu" else 0)
-        before = measure_machine(device, compute_dtype(config))
         components.reset()
-        rates = []
-        for _ in range(windows):
-            seconds = seconds_of(lambda: repeat(updates, lambda: trainer.advance(stream)), device)
-            rates.append(updates * config.training.batch_tokens / seconds)
+        measured = measure_windows(
+            lambda: repeat(updates, lambda: trainer.advance(stream)), windows, device, compute_dtype(config)
+        )
         stream.close()
-        machine = faster(before, measure_machine(device, compute_dtype(config)))
         return {
-            **described(name, trainer.plan, machine, rates),
+            **described(name, trainer.plan, measured, updates),
             "execution": "looped" if trainer.engine.looped else "batched",
             "micro_batch_size": trainer.plan.micro_batch_size,
             "memory_over_arenas_bytes": grown - 4 * trainer.engine.model.parameter_storage.nbytes,
@@ -72,9 +69,11 @@ def training(name: str, overrides: list[str], windows: int, updates: int) -> Res
         }
 
 
-def described(name: str, plan: Plan, machine: Machine, rates: list[float]) -> Result:
-    """Return what every training measurement tells, whoever trained."""
-    flops = flops_a_target(plan.config) * statistics.median(rates)
+def described(name: str, plan: Plan, windows: Windows, updates: int) -> Result:
+    """Return what every training measurement tells, whoever trained: windows of `updates` updates."""
+    tokens, machine = updates * plan.config.training.batch_tokens, windows.machine()
+    rates = [tokens / seconds for seconds in windows.seconds]
+    flops = flops_a_target(plan.config)
     return {
         "name": name,
         "num_models": plan.num_models,
@@ -82,8 +81,8 @@ def described(name: str, plan: Plan, machine: Machine, rates: list[float]) -> Re
         "compile": plan.config.runtime.compile,
         "threads": torch.get_num_threads(),
         "tokens_per_second": spread(rates),
-        "model_flops_per_second": flops,
-        "share_of_matmul_peak": flops / machine.matmul_flops,
+        "model_flops_per_second": flops * statistics.median(rates),
+        "share_of_matmul_peak": spread(windows.shares_of_peak(flops * tokens)),
         "matmul_peak_flops": machine.matmul_flops,
         "copy_bytes_per_second": machine.copy_bytes,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -148,24 +147,21 @@ def update(overrides: list[str], windows: int) -> Result:
     with trainer_of(plan_of(overrides)) as trainer:
         engine, plan = trainer.engine, trainer.plan
         engine.model.gradient_storage.normal_()
-        machine = measure_machine(trainer.device, compute_dtype(trainer.config))
 
         def work() -> None:
             norms = engine.model.gradient_norms()
             engine.apply(0, norms)
 
         work()
-        seconds = [seconds_of(work, trainer.device) for _ in range(windows)]
+        measured = measure_windows(work, windows, trainer.device, compute_dtype(trainer.config))
         arena = engine.model.parameter_storage
         passes = 7 + (plan.num_models > 1)  # read g, p, m, v and the peer's p; write p, m, v
-        least = passes * arena.nbytes / machine.copy_bytes
         return {
             "name": "clip + mix + AdamW",
             "num_models": plan.num_models,
-            "seconds": spread(seconds),
-            "least_traffic_seconds": least,
-            "times_least": statistics.median(seconds) / least,
-            "copy_bytes_per_second": machine.copy_bytes,
+            "seconds": spread(measured.seconds),
+            "times_least": spread(measured.times_least(passes * arena.nbytes)),
+            "copy_bytes_per_second": measured.machine().copy_bytes,
         }
 
 

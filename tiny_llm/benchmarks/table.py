@@ -35,17 +35,19 @@ def _print_training(results: list[Result]) -> None:
             result["precision"],
             f"{rate['median']:,.0f}",
             f"{rate['min']:,.0f} to {rate['max']:,.0f}",
-            f"{result['share_of_matmul_peak']:.0%}",
+            f"{result['share_of_matmul_peak']['median']:.0%}",
             f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
             f"{over / 2**30:.2f} GiB" if (over := result.get("memory_over_arenas_bytes")) is not None else "",
             "  ".join(f"{name} {share:.1%}" for name, share in result.get("components", {}).items()),
         )
     console = _wide_console()
     console.print(table)
-    last = results[-1]
+    peaks, copies = (
+        [result[key] / 1e9 for result in results] for key in ("matmul_peak_flops", "copy_bytes_per_second")
+    )
     console.print(
-        f"matmul peak {last['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s, copy {last['copy_bytes_per_second'] / 1e9:.1f} "
-        f"GB/s, {last['threads']} threads; medians of windows"
+        f"matmul peak {min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, copy {min(copies):.1f} to {max(copies):.1f} "
+        f"GB/s, {results[-1]['threads']} threads; medians of windows, of peak: as it was around each window"
     )
 
 

@@ -96,7 +96,7 @@ def training_on_ranks(ways: list[tuple[str, str, list[str]]], windows: int, upda
         found: list[list[Result]] = [[_window(way, ranks, updates) for way in opened.values()]]  # a warm-up
         found += [[_window(way, ranks, updates) for way in opened.values()] for _ in range(windows)]
         by_way = zip(opened.items(), zip(*found[1:], strict=True), strict=True)
-        last = [window[-1]["rate"] for window in found[1:]]
+        last = [window[-1]["rate"] for window in found[1:]] if len(ways) > 1 else []
         return [_summary(name, way, ranks.world, list(of_way), last) for (name, way), of_way in by_way]
 
 
@@ -130,7 +130,7 @@ def _summary(name: str, way: Way, ranks: int, windows: list[Result], last: list[
         "ranks": ranks,
         "precision": way.plan.config.runtime.precision,
         "tokens_per_second": spread(rates),
-        "of_last": spread([rate / other for rate, other in zip(rates, last, strict=True)]),
+        "of_last": spread([rate / other for rate, other in zip(rates, last, strict=True)]) if last else None,
         "communication_share": spread([w["share"] for w in windows]) if way.seconds_talking else None,
         "bytes_sent": spread([w["sent"] for w in windows]),
         "predicted_bytes_sent": statistics.mean(w["predicted"] for w in windows) if way.predicted else None,

@@ -75,7 +75,7 @@ def _print_processes(results: list[Result]) -> None:
             result["precision"],
             f"{rate['median']:,.0f}",
             f"{rate['min']:,.0f} to {rate['max']:,.0f}",
-            f"{of_last['median']:.3f}",
+            "" if of_last is None else f"{of_last['median']:.3f}",
             "" if share is None else f"{share['median']:.1%}",
             f"{sent['median'] / 2**20:.1f} MiB",
             "" if predicted is None else f"{predicted / 2**20:.1f} MiB",

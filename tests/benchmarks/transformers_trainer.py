@@ -1,8 +1,8 @@
 """The Trainer of transformers on the same model: what most people would train it with.
 
-The model is the class of transformers that an export of the run would open, with fp32 weights and, for bf16, the
-Trainer's autocast; batch, clipping and AdamW are the run's. A sequence of T tokens has T - 1 targets here and is
-counted as T. Evaluation, saving, logging and its progress bar are off.
+The model is the class of transformers that an export of the run would open, with the run's master weights (fp32,
+or fp64) and, for bf16, the Trainer's autocast; batch, clipping and AdamW are the run's. A sequence of T tokens has
+T - 1 targets here and is counted as T. Evaluation, saving, logging and its progress bar are off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiny_llm.benchmarks.machine import Windows, Yardstick, synchronize
 from tiny_llm.benchmarks.measurements import described, plan_of
 from tiny_llm.config.plan import Plan, settled
 from tiny_llm.interop.families import hf_config
-from tiny_llm.training.device import compute_dtype, open_device, settle_runtime
+from tiny_llm.training.device import compute_dtype, master_dtype, open_device, settle_runtime
 
 WARM_UP = 3  # updates: compilation, caches, the optimizer's first state
 
@@ -59,11 +59,11 @@ class WindowClock(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def model_of(plan: Plan) -> Any:
-    """Return the run's model as its class of transformers, with fresh weights in fp32."""
+    """Return the run's model as its class of transformers, with fresh master weights."""
     values = hf_config(plan.config.model)
     transformers.set_seed(plan.config.runtime.seed)
     config = transformers.AutoConfig.for_model(**values)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=master_dtype(plan.config))
 
 
 def settings(plan: Plan, directory: str, updates: int) -> Any:
@@ -113,4 +113,5 @@ def measure(name: str, overrides: list[str], windows: int, updates: int) -> dict
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    return {**described(name, plan, clock.windows, updates), "execution": name}
+    tokens = updates * config.training.batch_tokens
+    return {**described(name, plan, clock.windows, tokens), "execution": name}

@@ -61,7 +61,7 @@ def training(name: str, overrides: list[str], windows: int, updates: int) -> Res
         )
         stream.close()
         return {
-            **described(name, trainer.plan, measured, updates),
+            **described(name, trainer.plan, measured, updates * config.training.batch_tokens),
             "execution": "looped" if trainer.engine.looped else "batched",
             "micro_batch_size": trainer.plan.micro_batch_size,
             "memory_over_arenas_bytes": grown - 4 * trainer.engine.model.parameter_storage.nbytes,
@@ -69,9 +69,9 @@ def training(name: str, overrides: list[str], windows: int, updates: int) -> Res
         }
 
 
-def described(name: str, plan: Plan, windows: Windows, updates: int) -> Result:
-    """Return what every training measurement tells, whoever trained: windows of `updates` updates."""
-    tokens, machine = updates * plan.config.training.batch_tokens, windows.machine()
+def described(name: str, plan: Plan, windows: Windows, tokens: int) -> Result:
+    """Return what every training measurement tells, whoever trained: windows of `tokens` targets."""
+    machine = windows.machine()
     rates = [tokens / seconds for seconds in windows.seconds]
     flops = flops_a_target(plan.config)
     return {

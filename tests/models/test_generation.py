@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import generation
+from tiny_llm.models.decoder import loss_sums
 from tiny_llm.models.generation import Sampling, choose, generate, generate_all, window_start
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -207,3 +208,18 @@ def test_tokens_come_as_often_as_the_distribution_says(
 def test_temperature_zero_takes_the_likeliest_token_whatever_else_is_asked() -> None:
     logits = torch.tensor([0.0, 3.0, 2.9])
     assert choose(logits, Sampling(0.0, 2, 0.1), torch.Generator()) == 1
+
+
+def test_of_equally_likely_tokens_top_k_keeps_as_many_as_asked() -> None:
+    logits, generator = torch.tensor([0.0, 2.0, 2.0, 2.0, 1.0]), torch.Generator().manual_seed(0)
+    drawn = {choose(logits, Sampling(1.0, 2), generator) for _ in range(200)}
+    assert len(drawn) == 2
+    assert drawn < {1, 2, 3}
+
+
+def test_training_can_use_what_sampling_left_behind() -> None:
+    state = {name: value.clone().requires_grad_() for name, value in random_state(LLAMA, 1).items()}
+    greedy(LLAMA, state, [1, 2, 3], 3)
+    tokens = torch.arange(LLAMA.context_length)[None]
+    loss_sums(LLAMA, state, tokens, tokens, torch.float32).backward()
+    assert all(value.grad is not None for value in state.values())

@@ -100,6 +100,49 @@ def test_packed_linear_adds_each_workers_bias() -> None:
     assert op.linear(x.bfloat16(), weight, bias).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("shape", [(1, 1), (1,), (), (4, 1), (2, 5), (op.FEW_ROWS,), (op.FEW_ROWS + 1,)])
+def test_linear_of_few_rows_equals_that_of_torch(
+    shape: tuple[int, ...], dtype: torch.dtype, close: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = randn(*shape, 96, dtype=dtype)
+    for outputs in (1, 2, 60, 61):
+        weight, bias = randn(outputs, 96, seed=1, dtype=dtype), randn(outputs, seed=2, dtype=dtype)
+        for left in (weight, weight.t().contiguous().t()):
+            for right in (None, bias):
+                expected = functional.linear(x, weight, right)
+                with torch.no_grad():
+                    result = op.linear(x, left, right)
+                assert result.is_contiguous()
+                torch.testing.assert_close(result, expected, rtol=close, atol=close)
+
+
+def test_linear_and_rms_norm_that_are_learned_from_are_those_of_torch_in_every_bit() -> None:
+    x, weight = randn(1, 1, 96, dtype=torch.float32), randn(50, 96, seed=1, dtype=torch.float32)
+    assert torch.equal(op.linear(x, weight), functional.linear(x, weight))
+    assert torch.equal(op.rms_norm(x, weight[0], 1e-5), functional.rms_norm(x, (96,), None, 1e-5) * weight[0])
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_rms_norm_of_one_row_is_that_of_many(dtype: torch.dtype, close: float) -> None:
+    x, weight = randn(1, 5, 96, dtype=dtype), randn(96, seed=1, dtype=dtype)
+    expected = op.rms_norm(x, weight, 1e-2)
+    with torch.no_grad():
+        for place in range(5):
+            row = op.rms_norm(x[:, place : place + 1], weight, 1e-2)
+            torch.testing.assert_close(row, expected[:, place : place + 1], rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 8])
+def test_rotate_whole_is_rotate(head_dim: int) -> None:
+    x_BTHK = randn(B, T, 3, head_dim)
+    table = op.rotary_table(T, head_dim, 50.0, torch.device("cpu"), torch.float64)
+    whole = op.rotate_whole(x_BTHK, op.whole_rotary_table(table))
+    torch.testing.assert_close(whole, op.rotate(x_BTHK, table), rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.parametrize(("head_dim", "theta"), [(2, 10000.0), (8, 10000.0), (6, 50.0)])
 def test_rotate_equals_the_formula_pair_by_pair(head_dim: int, theta: float) -> None:
     x_BTHK = randn(B, T, 3, head_dim)

@@ -46,10 +46,11 @@ def attend(
     """
     q_MTHK, k_MSGK, v_MSGK = _heads(model, parameters, qkv)
     if model.positions == "rope":
-        table = None if cached is None else cached.angles
-        if table is None:
+        if cached is not None and cached.angles is not None:
+            q_MTHK, k_MSGK = (op.rotate_whole(part, cached.angles) for part in (q_MTHK, k_MSGK))
+        else:
             table = op.rotary_table(qkv.shape[-2], model.head_width, model.rope_theta, qkv.device, qkv.dtype)
-        q_MTHK, k_MSGK = op.rotate(q_MTHK, table), op.rotate(k_MSGK, table)
+            q_MTHK, k_MSGK = op.rotate(q_MTHK, table), op.rotate(k_MSGK, table)
     allowed = None
     if cached is not None:
         k_MSGK, v_MSGK = cached.extend(layer, k_MSGK, v_MSGK)

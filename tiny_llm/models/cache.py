@@ -23,9 +23,8 @@ class KeyValueCache:
         self.values = torch.zeros_like(self.keys)
         self.angles: Tensor | None = None  # of every position
         if model.positions == "rope":
-            self.angles = op.rotary_table(
-                model.context_length, model.head_width, model.rope_theta, device, dtype
-            )
+            table = op.rotary_table(model.context_length, model.head_width, model.rope_theta, device, dtype)
+            self.angles = op.whole_rotary_table(table)
 
     def keep(self, rows: list[int]) -> None:
         """Forget every sequence but `rows`, which move up."""
@@ -33,20 +32,36 @@ class KeyValueCache:
 
     def at(self, rows: list[int], starts: list[int], length: int) -> CachedPositions:
         """Return the next `length` positions of the sequences `rows`, each beginning at its own of `starts`."""
+        everyone = rows == list(range(self.keys.shape[1]))
+        if everyone and min(starts) == max(starts):
+            return self._in_step(starts[0], length)
         device = self.keys.device
         positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
         end = max(starts) + length
         allowed_BTS = torch.arange(end, device=device) <= positions_BT[..., None]
-        everyone = rows == list(range(self.keys.shape[1]))
-        in_step = everyone and min(starts) == max(starts)
         return CachedPositions(
             self,
             rows_B=slice(None) if everyone else torch.tensor(rows, device=device),
-            positions_BT=positions_BT,
-            columns=slice(starts[0], end) if in_step else None,
+            positions=positions_BT,
             end=end,
-            allowed_BTS=None if in_step and length == 1 else allowed_BTS,
+            allowed_BTS=allowed_BTS,
             angles=None if self.angles is None else self.angles[:, positions_BT],
+        )
+
+    def _in_step(self, start: int, length: int) -> CachedPositions:
+        """Return the next `length` positions where all sequences are at the same: slices, nothing is gathered."""
+        end = start + length
+        allowed_BTS = None
+        if length > 1:
+            places_S = torch.arange(end, device=self.keys.device)
+            allowed_BTS = (places_S <= places_S[start:, None])[None]
+        return CachedPositions(
+            self,
+            rows_B=slice(None),
+            positions=slice(start, end),
+            end=end,
+            allowed_BTS=allowed_BTS,
+            angles=None if self.angles is None else self.angles[:, start:end],
         )
 
 
@@ -54,15 +69,15 @@ class KeyValueCache:
 class CachedPositions:
     """Positions about to be computed, and which of the first `end` positions each of them may see (None: all).
 
-    rows_B: the sequences of the cache that these are. columns: their positions, where all sequences are at the
-    same. angles: their rotary table [2, B, T, K/2], None without rotation. Positions that a shorter sequence does
-    not have yet hold anything; no position looks past itself, and each is written before it is looked at.
+    rows_B: the sequences of the cache that these are. positions: [B, T], or a slice where all sequences are at
+    the same. angles: their `whole_rotary_table` [2, (B,) T, 1, K], None without rotation. Positions that a shorter
+    sequence does not have yet hold anything; no position looks past itself, and each is written before it is
+    looked at.
     """
 
     cache: KeyValueCache
     rows_B: Tensor | slice
-    positions_BT: Tensor
-    columns: slice | None
+    positions: Tensor | slice
     end: int
     allowed_BTS: Tensor | None
     angles: Tensor | None
@@ -75,9 +90,9 @@ class CachedPositions:
         )
 
     def _extend(self, store_BCGK: Tensor, new_BTGK: Tensor) -> Tensor:
-        if self.columns is not None:
-            store_BCGK[:, self.columns] = new_BTGK
+        if isinstance(self.positions, slice):
+            store_BCGK[:, self.positions] = new_BTGK
         else:
             rows_B = torch.arange(len(store_BCGK), device=store_BCGK.device)[self.rows_B]
-            store_BCGK[rows_B[:, None], self.positions_BT] = new_BTGK
+            store_BCGK[rows_B[:, None], self.positions] = new_BTGK
         return store_BCGK[self.rows_B, : self.end]

@@ -6,7 +6,7 @@ worker axis decides whether one model or N are meant. `Decoder` is one ordinary 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,20 @@ def hidden_states(
     dropout_keys: Tensor | None = None,
     cached: CachedPositions | None = None,
     block: Block | None = None,
+    layers: Sequence[Parameters] | None = None,
 ) -> Tensor:
     """Return the normed last hidden states [(N,) B, T, D], computed in `dtype`, of tokens [(N,) B, T].
 
     dropout_keys: int32 [(N,) places, 2] of `dropout.py`; None, as in evaluation, drops nothing. cached: for
-    tokens that continue sequences of a `KeyValueCache`. block: a compiled `decoder_block`.
+    tokens that continue sequences of a `KeyValueCache`. block: a compiled `decoder_block`. layers: every layer's
+    `layer_parameters`, from callers that hold them because a token costs little more than looking them up.
     """
     x = op.embedding(tokens, parameters["embedding.weight"], dtype)
     if model.positions == "learned":
         x = x + _positions(parameters["positions.weight"], tokens.shape[-1], cached).to(dtype)
     x = _dropped(model, x, dropout_keys, 0)
     for layer in range(model.layers):
-        own = layer_parameters(parameters, layer)
+        own = layer_parameters(parameters, layer) if layers is None else layers[layer]
         keys = None if dropout_keys is None else dropout_keys[..., 1 + DROPOUTS_A_LAYER * layer :, :]
         place = 0 if cached is None else layer  # only caches ask; a compiled block would be made once a layer
         x = (block or decoder_block)(model, own, place, x, keys, cached)
@@ -49,9 +51,9 @@ def hidden_states(
 
 
 def _positions(weight: Tensor, length: int, cached: CachedPositions | None) -> Tensor:
-    """Return the vectors of the positions: [(N,) 1, T, D], or [B, T, D] where sequences differ."""
+    """Return the vectors of the positions: [(N,) 1, T, D], or [(B,) T, D] of a cache's sequences."""
     if cached is not None:
-        return weight[cached.positions_BT]
+        return weight[cached.positions]
     return weight.unsqueeze(-3)[..., :length, :]
 
 

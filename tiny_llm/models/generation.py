@@ -19,7 +19,7 @@ from torch import Tensor
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import operations as op
 from tiny_llm.models.cache import KeyValueCache
-from tiny_llm.models.decoder import head_weight, hidden_states
+from tiny_llm.models.decoder import head_weight, hidden_states, layer_parameters
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def generate(
         yield token
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate_all(
     model: ModelConfig,
     parameters: Mapping[str, Tensor],
@@ -91,21 +91,25 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     """Return one token id drawn from logits [V]."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < len(logits_V):
-        least = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
-    probabilities_V = torch.softmax(logits_V, dim=-1)
+    if sampling.top_k is None or sampling.top_k >= len(logits_V):
+        return _drawn(logits_V, sampling, generator)
+    logits_K, tokens_K = logits_V.topk(sampling.top_k)  # a draw from a whole vocabulary costs a layer's time
+    return int(tokens_K[_drawn(logits_K, sampling, generator)])
+
+
+def _drawn(logits_K: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Return a place of logits [K], as often as temperature and top_p say."""
+    probabilities_K = torch.softmax(logits_K / sampling.temperature, dim=-1)
     if sampling.top_p is not None:
-        probabilities_V = _nucleus(probabilities_V, sampling.top_p)
-    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+        probabilities_K = _nucleus(probabilities_K, sampling.top_p)
+    return int(torch.multinomial(probabilities_K, 1, generator=generator))
 
 
-def _nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
+def _nucleus(probabilities_K: Tensor, top_p: float) -> Tensor:
     """Set to 0 every token that likelier ones with at least `top_p` together come before."""
-    ordered_V, order_V = probabilities_V.sort(descending=True, stable=True)
-    before_V = ordered_V.cumsum(-1) - ordered_V
-    return probabilities_V.index_fill(0, order_V[before_V >= top_p], 0.0)
+    ordered_K, order_K = probabilities_K.sort(descending=True, stable=True)
+    before_K = ordered_K.cumsum(-1) - ordered_K
+    return probabilities_K.index_fill(0, order_K[before_K >= top_p], 0.0)
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -120,6 +124,7 @@ class Reader:
     def __init__(self, model: ModelConfig, parameters: Mapping[str, Tensor], rows: int) -> None:
         self.model, self.parameters = model, parameters
         self.head = head_weight(parameters)
+        self.layers = [layer_parameters(parameters, layer) for layer in range(model.layers)]
         self.cache = KeyValueCache(model, rows, self.head.dtype, self.head.device)
         self.starts = [-1] * rows  # the first token each sequence's cache begins with; -1: nothing read
 
@@ -129,12 +134,11 @@ class Reader:
         anew = [row for row, start in enumerate(starts) if start != self.starts[row]]
         on = [row for row, start in enumerate(starts) if start == self.starts[row]]
         self.starts = starts
+        pieces = [sequences[row][starts[row] if row in anew else -1 :] for row in range(len(sequences))]
         last_RD = self.head.new_empty(len(sequences), self.head.shape[1])
-        if anew:
-            last_RD[anew] = self._read(anew, [sequences[row][starts[row] :] for row in anew], [0] * len(anew))
-        if on:
-            places = [len(sequences[row]) - 1 - starts[row] for row in on]
-            last_RD[on] = self._read(on, [sequences[row][-1:] for row in on], places)
+        for rows in filter(None, (anew, on)):
+            places = [len(sequences[row]) - len(pieces[row]) - starts[row] for row in rows]
+            last_RD[rows] = self._read(rows, [pieces[row] for row in rows], places)
         return op.linear(last_RD, self.head).float().cpu()
 
     def _read(self, rows: list[int], pieces: list[list[int]], places: list[int]) -> Tensor:
@@ -143,7 +147,11 @@ class Reader:
         padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
         tokens_RT = torch.tensor(padded, device=self.head.device)
         cached = self.cache.at(rows, places, longest)
-        x_RTD = hidden_states(self.model, self.parameters, tokens_RT, self.head.dtype, cached=cached)
+        x_RTD = hidden_states(
+            self.model, self.parameters, tokens_RT, self.head.dtype, cached=cached, layers=self.layers
+        )
+        if longest == 1:
+            return x_RTD[:, 0]
         return x_RTD[torch.arange(len(rows)), [len(piece) - 1 for piece in pieces]]
 
     def keep(self, rows: list[int]) -> None:

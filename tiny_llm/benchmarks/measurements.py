@@ -30,8 +30,9 @@ from tiny_llm.training.device import compute_dtype, prepare_torch, settle_runtim
 from tiny_llm.training.loop import Trainer
 
 Result = dict[str, Any]
-SAMPLED = 256  # tokens of the sequence that sampling is measured on
-LAST_TOKENS = 16
+SAMPLED = 256  # tokens of the sequences that sampling is measured on
+GROWTH = 16  # of them sampled
+SEQUENCES = (1, 4)
 
 
 def spread(values: list[float]) -> Result:
@@ -218,61 +219,57 @@ def evaluating(overrides: list[str], windows: int) -> Result:
         }
 
 
-def sampling(overrides: list[str], windows: int) -> Result:
-    """Measure one sequence that grows to SAMPLED tokens, with the key-value cache and without it.
-
-    `last`: the same for its last tokens alone, where reading the prefix anew costs most.
-    """
+def sampling(overrides: list[str], windows: int) -> list[Result]:
+    """Measure sampling at SAMPLED tokens, with the key-value cache and with the prefix read anew, in turns."""
     plan = plan_of(overrides)
     config = settle_runtime(plan)
     device = prepare_torch(config)
-    length = min(SAMPLED, config.model.context_length)
     weights = initial_parameters(config.model, config.runtime.seed)
     parameters = {name: value.to(device) for name, value in weights.items()}
-    ways = {"cached": grow_cached, "recomputed": grow_recomputed}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    last: dict[str, list[float]] = {name: [] for name in ways}
-    for name, grow in ways.items():
-        for window in range(windows + 1):
-            seconds = grow(config.model, parameters, length)
-            if window:  # the first is a warm-up
-                rates[name].append(len(seconds) / sum(seconds))
-                last[name].append(statistics.median(1 / second for second in seconds[-LAST_TOKENS:]))
+    return [_sampling(config.model, parameters, sequences, windows) for sequences in SEQUENCES]
+
+
+def _sampling(model: ModelConfig, parameters: dict[str, Tensor], sequences: int, windows: int) -> Result:
+    """Let sequences grow by a few tokens to SAMPLED and take the median token of each window."""
+    length = min(SAMPLED, model.context_length)
+    prompts = torch.randint(model.vocab_size, (sequences, length - GROWTH)).tolist()
+    rates = [
+        [sequences / statistics.median(grow(model, parameters, prompts)) for grow in (cached, recomputed)]
+        for _ in range(windows + 1)
+    ][1:]  # the first is a warm-up
+    fast, slow = (list(values) for values in zip(*rates, strict=True))
     return {
-        "name": f"sampling up to {length} tokens",
+        "name": f"sampling {sequences} sequences at {length} tokens",
         "threads": torch.get_num_threads(),
-        **{f"{name}_tokens_per_second": spread(values) for name, values in rates.items()},
-        **{f"{name}_tokens_per_second_last": spread(values) for name, values in last.items()},
-        "times_recomputed": quotient(rates),
-        "times_recomputed_last": quotient(last),
+        "cached_tokens_per_second": spread(fast),
+        "recomputed_tokens_per_second": spread(slow),
+        "times_recomputed": spread([one / other for one, other in rates]),
     }
 
 
-def quotient(rates: dict[str, list[float]]) -> float:
-    return statistics.median(rates["cached"]) / statistics.median(rates["recomputed"])
-
-
-def grow_cached(model: ModelConfig, parameters: dict[str, Tensor], length: int) -> list[float]:
-    """Sample a sequence of `length` tokens from a first one as the product does; return each token's seconds."""
-    marks = [time.perf_counter()]
-    for _ in generate_all(model, parameters, [[1]], length - 1, Sampling(), [0], None):
-        marks.append(time.perf_counter())
+def cached(model: ModelConfig, parameters: dict[str, Tensor], prompts: list[list[int]]) -> list[float]:
+    """Sample as the product does; return the seconds of each token after the first, which reads the prompts."""
+    seeds = list(range(len(prompts)))
+    tokens = generate_all(model, parameters, prompts, GROWTH, Sampling(), seeds, None)
+    marks = [time.perf_counter() for row, _ in tokens if row == len(prompts) - 1]
     return [end - start for start, end in pairwise(marks)]
 
 
 @torch.no_grad()
-def grow_recomputed(model: ModelConfig, parameters: dict[str, Tensor], length: int) -> list[float]:
-    """Do the same, reading the whole sequence anew for every token."""
+def recomputed(model: ModelConfig, parameters: dict[str, Tensor], prompts: list[list[int]]) -> list[float]:
+    """Do the same, reading all sequences anew for every token."""
     head = head_weight(parameters)
-    tokens, generator, seconds = [1], torch.Generator().manual_seed(0), []
-    while len(tokens) < length:
-        start = time.perf_counter()
-        tokens_BT = torch.tensor([tokens], device=head.device)
-        hidden_BTD = hidden_states(model, parameters, tokens_BT, head.dtype)
-        logits_V = linear(hidden_BTD[0, -1], head).float().cpu()
-        tokens.append(choose(logits_V, Sampling(), generator))
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
+    tokens_RT, marks = torch.tensor(prompts, device=head.device), []
+    for _ in range(GROWTH):
+        hidden_RTD = hidden_states(model, parameters, tokens_RT, head.dtype)
+        logits_RV = linear(hidden_RTD[:, -1], head).float().cpu()
+        new = [
+            [choose(logits_V, Sampling(), own)] for logits_V, own in zip(logits_RV, generators, strict=True)
+        ]
+        tokens_RT = torch.cat([tokens_RT, torch.tensor(new, device=head.device)], 1)
+        marks.append(time.perf_counter())
+    return [end - start for start, end in pairwise(marks)]
 
 
 def starting(overrides: list[str], windows: int) -> Result:

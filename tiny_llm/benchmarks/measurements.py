@@ -239,7 +239,7 @@ def _sampling(model: ModelConfig, parameters: dict[str, Tensor], sequences: int,
     ][1:]  # the first is a warm-up
     fast, slow = (list(values) for values in zip(*rates, strict=True))
     return {
-        "name": f"sampling {sequences} sequences at {length} tokens",
+        "name": f"sampling {sequences} at once, at {length} tokens",
         "threads": torch.get_num_threads(),
         "cached_tokens_per_second": spread(fast),
         "recomputed_tokens_per_second": spread(slow),

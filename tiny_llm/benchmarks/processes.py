@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def training_on_ranks(ways: list[tuple[str, str, list[str]]], windows: int, upda
 
 
 def _window(way: Way, ranks: Ranks, updates: int) -> Result:
-    """Do some updates and return tokens/s, the share of time in communication, bytes sent and predicted."""
+    """Do some updates; return tokens/s, CPU seconds, the share of time in communication, bytes sent and predicted."""
     talking, predicted = way.seconds_talking or (lambda: 0.0), []
 
     def work() -> None:
@@ -110,12 +111,14 @@ def _window(way: Way, ranks: Ranks, updates: int) -> Result:
             way.update()
 
     ranks.words("")  # all begin together
-    seconds_before, bytes_before = talking(), sent_bytes()
+    seconds_before, bytes_before, worked = talking(), sent_bytes(), time.process_time()
     seconds = seconds_of(work, ranks.device)
+    worked = time.process_time() - worked
     talked = talking() - seconds_before
     ranks.words("")  # all have sent
     return {
         "rate": updates * way.plan.config.training.batch_tokens / seconds,
+        "cpu_seconds": worked / updates,
         "share": talked / seconds,
         "sent": (sent_bytes() - bytes_before) / updates / ranks.world,
         "predicted": statistics.mean(predicted),
@@ -131,6 +134,7 @@ def _summary(name: str, way: Way, ranks: int, windows: list[Result], last: list[
         "precision": way.plan.config.runtime.precision,
         "tokens_per_second": spread(rates),
         "of_last": spread([rate / other for rate, other in zip(rates, last, strict=True)]) if last else None,
+        "cpu_seconds": spread([w["cpu_seconds"] for w in windows]),
         "communication_share": spread([w["share"] for w in windows]) if way.seconds_talking else None,
         "bytes_sent": spread([w["sent"] for w in windows]),
         "predicted_bytes_sent": statistics.mean(w["predicted"] for w in windows) if way.predicted else None,

@@ -52,18 +52,8 @@ def _print_training(results: list[Result]) -> None:
 
 
 def _print_processes(results: list[Result]) -> None:
-    table = _table(
-        "way",
-        "N",
-        "ranks",
-        "precision",
-        "tokens/s",
-        "min to max",
-        "of last",
-        "communicating",
-        "sent",
-        "predicted",
-    )
+    columns = ("tokens/s", "min to max", "of last", "CPU s", "communicating", "sent", "predicted")
+    table = _table("way", "N", "ranks", "precision", *columns)
     for result in results:
         keys = ("tokens_per_second", "of_last", "communication_share", "bytes_sent")
         rate, of_last, share, sent = (result[key] for key in keys)
@@ -76,6 +66,7 @@ def _print_processes(results: list[Result]) -> None:
             f"{rate['median']:,.0f}",
             f"{rate['min']:,.0f} to {rate['max']:,.0f}",
             "" if of_last is None else f"{of_last['median']:.3f}",
+            f"{result['cpu_seconds']['median']:.2f}",
             "" if share is None else f"{share['median']:.1%}",
             f"{sent['median'] / 2**20:.1f} MiB",
             "" if predicted is None else f"{predicted / 2**20:.1f} MiB",
@@ -83,7 +74,10 @@ def _print_processes(results: list[Result]) -> None:
     console = _wide_console()
     console.print(table)
     console.print("of last: against the last way on as many ranks, window by window, median")
-    console.print("communicating: the share of time that training waits for it; sent: by a rank in an update")
+    console.print(
+        "CPU s: of a rank's threads in an update; communicating: the share of time that training waits for it; "
+        "sent: by a rank in an update"
+    )
 
 
 def _table(*columns: str) -> Table:

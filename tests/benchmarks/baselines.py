@@ -159,7 +159,10 @@ def left_out(model: ModelConfig) -> list[str]:
 
 def prepare(name: str, config: Config) -> torch.device:
     """Set this process up and return its device: as the product does, or with torch as it comes."""
-    attention.blocked_attention = attention.fused_attention  # torch's own: the product's kernel is not theirs
+    attention._kernel, op.fuses = (
+        attention.plain_attention,
+        lambda x: False,
+    )  # the product's kernels are not theirs
     if name in OUR_DECODER:
         return prepare_torch(config)
     if config.runtime.threads:

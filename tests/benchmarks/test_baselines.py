@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiny_llm.config.plan import Plan
 from tiny_llm.models import attention
+from tiny_llm.models import operations as op
 from tiny_llm.training import device
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -24,7 +25,8 @@ EAGER = [name for name in baselines.BASELINES if "compiled" not in name]
 
 @pytest.fixture(autouse=True)
 def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "blocked_attention", attention.fused_attention)
+    monkeypatch.setattr(attention, "_kernel", attention.plain_attention)
+    monkeypatch.setattr(op, "fuses", lambda x: False)
 
 
 def plan() -> Plan:

@@ -36,16 +36,21 @@ UPDATES = 25
 ROWS, MICRO_BATCH = 8, 2  # sequences of an update, and of a rank's micro-batch
 STATE = ("parameters", "first_moment", "second_moment")
 SMALL_BUCKETS = 2**11  # bytes
-RUNS = {2: ("plain", "dropout", "batched"), 4: ("plain", "dropout", "fp64")}  # of groups of 2 and of 4 ranks
+RUNS = {
+    2: ("plain", "dropout", "batched", "untied"),
+    4: ("plain", "dropout", "fp64"),
+}  # of groups of 2 and of 4 ranks
 EACH_RUN = [(world, name) for world, names in RUNS.items() for name in names]
 
 Batches = list[tuple[Tensor, Tensor]]
 Outcome = dict[str, Any]
 
 
-def plan_of(precision: str = "fp32", dropout: float = 0.0, execution: str = "auto") -> Plan:
+def plan_of(
+    precision: str = "fp32", dropout: float = 0.0, execution: str = "auto", tied: bool = True
+) -> Plan:
     config = small_config(
-        model={"dropout": dropout, "layers": 2},
+        model={"dropout": dropout, "layers": 2, "tied": tied},
         decentralized={"execution": execution},
         optimizer={"grad_clip": 0.3},
         runtime={"precision": precision},
@@ -57,6 +62,7 @@ PLANS = {
     "plain": plan_of(),
     "dropout": plan_of(dropout=0.1),
     "batched": plan_of(execution="batched"),
+    "untied": plan_of(tied=False),
     "fp64": plan_of("fp64"),
 }
 

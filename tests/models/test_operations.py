@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
-from tiny_llm.models.attention import attend, blocked_attention, fused_attention
+from tiny_llm.models.attention import attend, fused_attention
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reference.llama import loop_attention, loop_rms_norm, loop_rotate
@@ -326,7 +326,7 @@ def test_blocked_attention_and_its_gradients_equal_torchs(
     k, v = (randn(2, 300, 2, 16, seed=seed, dtype=dtype) for seed in (2, 3))
     inputs = [part.requires_grad_() for part in (q, k, v)]
     results = []
-    for attention in (blocked_attention, fused_attention):
+    for attention in (cpu_attention.causal_attention, fused_attention):
         mixed = attention(*inputs)
         results.append((mixed, *torch.autograd.grad(mixed, inputs, upstream)))
     for blocked, fused in zip(*results, strict=True):

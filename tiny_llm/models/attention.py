@@ -22,6 +22,8 @@ from tiny_llm.models import operations as op
 from tiny_llm.models.cache import CachedPositions
 from tiny_llm.models.cpu_attention import causal_attention
 
+Parts = tuple[Tensor, Tensor, Tensor]  # q, k and v
+
 _kernel = causal_attention
 
 
@@ -44,29 +46,41 @@ def attend(
     parameters: the layer's own. dropout_key: [(N,) 2] of the attention weights' masks, None for none. cached:
     where these positions stand and what came before them; None for whole sequences from position 0.
     """
-    q_MTHK, k_MSGK, v_MSGK = _heads(model, parameters, qkv)
-    if model.positions == "rope":
-        if cached is not None and cached.angles is not None:
-            q_MTHK, k_MSGK = (op.rotate_whole(part, cached.angles) for part in (q_MTHK, k_MSGK))
-        else:
-            table = op.rotary_table(qkv.shape[-2], model.head_width, model.rope_theta, qkv.device, qkv.dtype)
-            q_MTHK, k_MSGK = op.rotate(q_MTHK, table), op.rotate(k_MSGK, table)
-    allowed = None
+    parts = _heads(model, parameters, qkv)
     if cached is not None:
-        k_MSGK, v_MSGK = cached.extend(layer, k_MSGK, v_MSGK)
-        allowed = cached.allowed_BTS
-    if dropout_key is None and cached is None and qkv.device.type == "cpu":
-        mixed_MTHK = blocked_attention(q_MTHK, k_MSGK, v_MSGK)
-    elif dropout_key is None:
-        mixed_MTHK = fused_attention(q_MTHK, k_MSGK, v_MSGK, allowed, causal=cached is None)
+        mixed_MTHK = _cached_attention(parts, layer, cached)
     else:
-        mixed_MTHK = dropped_attention(q_MTHK, k_MSGK, v_MSGK, model.dropout, dropout_key)
+        table = None
+        if model.positions == "rope":
+            table = op.rotary_table(qkv.shape[-2], model.head_width, model.rope_theta, qkv.device, qkv.dtype)
+        if dropout_key is not None:
+            mixed_MTHK = dropped_attention(*_rotated(*parts, table), model.dropout, dropout_key)
+        else:
+            mixed_MTHK = (_kernel if qkv.is_cpu else plain_attention)(*parts, table)
     return mixed_MTHK.reshape(*qkv.shape[:-1], model.heads * model.head_width)
 
 
-def _heads(
-    model: ModelConfig, parameters: Mapping[str, Tensor], qkv: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor, table: Tensor | None) -> Parts:
+    if table is None:
+        return q_MTHK, k_MTGK, v_MTGK
+    return op.rotate(q_MTHK, table), op.rotate(k_MTGK, table), v_MTGK
+
+
+def plain_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor, table: Tensor | None) -> Tensor:
+    """Return what `causal_attention` does, of torch's own kernels: [M, T, H, K]."""
+    return fused_attention(*_rotated(q_MTHK, k_MTGK, v_MTGK, table))
+
+
+def _cached_attention(parts: Parts, layer: int, cached: CachedPositions) -> Tensor:
+    """Return the mixture of what the cache holds and these positions, which join it."""
+    q_MTHK, k_MTGK, v_MTGK = parts
+    if cached.angles is not None:
+        q_MTHK, k_MTGK = (op.rotate_whole(part, cached.angles) for part in (q_MTHK, k_MTGK))
+    k_MSGK, v_MSGK = cached.extend(layer, k_MTGK, v_MTGK)
+    return fused_attention(q_MTHK, k_MSGK, v_MSGK, cached.allowed_BTS, causal=False)
+
+
+def _heads(model: ModelConfig, parameters: Mapping[str, Tensor], qkv: Tensor) -> Parts:
     """Return q [M, T, H, K] and k, v [M, T, G, K]; q and k normed where the model norms them."""
     counts = (model.heads, model.groups, model.groups)
     parts = list(torch.split(qkv, [count * model.head_width for count in counts], dim=-1))
@@ -80,19 +94,6 @@ def _heads(
         for part, count in zip(parts, counts, strict=True)
     )
     return q, k, v
-
-
-def blocked_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v, causal, by the kernel for CPUs: [M, T, H, K]."""
-    heads, length, width = q_MTHK.shape[2], q_MTHK.shape[1], q_MTHK.shape[3]
-    q_PTK, k_PTK, v_PTK = (
-        part.repeat_interleave(heads // part.shape[2], dim=2).transpose(1, 2).reshape(-1, length, width)
-        if part.shape[2] < heads
-        else part.transpose(1, 2).reshape(-1, length, width)
-        for part in (q_MTHK * width**-0.5, k_MTGK, v_MTGK)
-    )
-    mixed_PTK = _kernel(q_PTK, k_PTK, v_PTK)
-    return mixed_PTK.view(-1, heads, length, width).transpose(1, 2)
 
 
 def fused_attention(

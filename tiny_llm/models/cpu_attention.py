@@ -1,10 +1,12 @@
 """Causal attention for CPUs, where torch's fused kernel takes twice as long as the matmuls in it.
 
-P pairs of sequence and head  R rows of a block  T positions  S positions up to a block's end  K head dimension
+M sequences of all workers  T positions  H query heads  G key/value heads  K head dimension
+P pairs of sequence and head  R rows of a block  S positions up to a block's end
 
-Rows go through in blocks and each block sees only the columns before its end, so half of the square is never
-computed. The backward pass finds the softmax weights of short sequences as the forward pass left them and makes
-those of long ones again, so memory stays linear in T.
+The rotation of queries and keys writes them where the matmuls read them, and back again. Rows go through in blocks
+and each block sees only the columns before its end, so half of the square is never computed. The backward pass
+finds the softmax weights of short sequences as the forward pass left them and makes those of long ones again, so
+memory stays linear in T.
 """
 
 from __future__ import annotations
@@ -19,14 +21,43 @@ from tiny_llm.config.memory import ATTENTION_ROWS, KEPT_WEIGHTS_LENGTH
 ROWS = ATTENTION_ROWS
 
 
-def causal_attention(q_PTK: Tensor, k_PTK: Tensor, v_PTK: Tensor) -> Tensor:
-    """Return softmax(q k^T) v over the positions up to each one's own: [P, T, K]; q comes scaled."""
-    mixed_PTK: Tensor = _CausalAttention.apply(q_PTK, k_PTK, v_PTK)  # type: ignore[no-untyped-call]
-    return mixed_PTK
+def causal_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor, table: Tensor | None = None) -> Tensor:
+    """Return softmax(q k^T / sqrt(K)) v over the positions up to each one's own: [M, T, H, K].
+
+    table: cosines and sines [2, T, K/2] that q and k are turned by first (`operations.rotate`); None to leave them.
+    """
+    mixed_MTHK: Tensor = _CausalAttention.apply(q_MTHK, k_MTGK, v_MTGK, table)  # type: ignore[no-untyped-call]
+    return mixed_MTHK
+
+
+def _turn(source: Tensor, target: Tensor, table: Tensor | None) -> None:
+    """Write `source` [..., T, K], turned as by `operations.rotate`, into `target`, whatever their strides."""
+    if table is None:
+        target.copy_(source)
+        return
+    cos, sin = table
+    (first, second), (left, right) = source.chunk(2, dim=-1), target.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+
+
+def _turned_back(table: Tensor | None) -> Tensor | None:
+    """Return the table of the opposite angles: the gradient of a rotation turns back."""
+    return None if table is None else table * table.new_tensor([1, -1]).view(2, 1, 1)
+
+
+def _pairs(part_MTGK: Tensor, heads: int, table: Tensor | None = None) -> Tensor:
+    """Return one part, turned, a dense matrix for every pair of sequence and query head: [P, T, K]."""
+    sequences, length, groups, width = part_MTGK.shape
+    own_MGTK = part_MTGK.new_empty(sequences, groups, length, width)
+    _turn(part_MTGK.transpose(1, 2), own_MGTK, table)
+    if groups < heads:
+        own_MGTK = own_MGTK.repeat_interleave(heads // groups, dim=1)
+    return own_MGTK.view(-1, length, width)
 
 
 def _weights(q_PTK: Tensor, k_PTK: Tensor, start: int) -> Tensor:
-    """Return the softmax weights [P, R, S] of the block of rows that begins at `start`."""
+    """Return the softmax weights [P, R, S] of the block of rows that begins at `start`; q comes scaled."""
     stop = min(start + ROWS, q_PTK.shape[1])
     scores_PRS = torch.bmm(q_PTK[:, start:stop], _transposed(k_PTK[:, :stop]))
     future_RR = q_PTK.new_full((stop - start, stop - start), -torch.inf).triu_(1)
@@ -41,28 +72,34 @@ def _transposed(part_PSK: Tensor) -> Tensor:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_PTK: Tensor, k_PTK: Tensor, v_PTK: Tensor) -> Tensor:
-        mixed_PTK, kept = torch.empty_like(q_PTK), []
+    def forward(ctx: Any, q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor, table: Tensor | None) -> Tensor:
+        heads, width = q_MTHK.shape[2:]
+        q_PTK = _pairs(q_MTHK, heads, table).mul_(width**-0.5)
+        k_PTK, v_PTK = _pairs(k_MTGK, heads, table), _pairs(v_MTGK, heads)
+        mixed_MTHK, kept = q_MTHK.new_empty(q_MTHK.shape), []
         for start in range(0, q_PTK.shape[1], ROWS):
             weights_PRS = _weights(q_PTK, k_PTK, start)
             stop = weights_PRS.shape[-1]
-            mixed_PTK[:, start:stop] = torch.bmm(weights_PRS, v_PTK[:, :stop])
+            mixed_PRK = torch.bmm(weights_PRS, v_PTK[:, :stop])
+            mixed_MTHK[:, start:stop] = mixed_PRK.view(-1, heads, *mixed_PRK.shape[1:]).transpose(1, 2)
             if any(ctx.needs_input_grad) and q_PTK.shape[1] <= KEPT_WEIGHTS_LENGTH:
                 kept.append(weights_PRS)
-        ctx.save_for_backward(q_PTK, k_PTK, v_PTK, *kept)
-        return mixed_PTK
+        ctx.save_for_backward(q_PTK, k_PTK, v_PTK, table, *kept)
+        ctx.groups = k_MTGK.shape[2]
+        return mixed_MTHK
 
     @staticmethod
-    def backward(ctx: Any, upstream_PTK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, upstream_MTHK: Tensor) -> tuple[Tensor | None, ...]:
         """Go from the last block to the first: the last one's share of k and v begins their sums."""
-        q_PTK, k_PTK, v_PTK, *kept = ctx.saved_tensors
+        q_PTK, k_PTK, v_PTK, table, *kept = ctx.saved_tensors
+        heads, width = upstream_MTHK.shape[2:]
         wide = torch.promote_types(q_PTK.dtype, torch.float32)
         q_gradient = torch.empty_like(q_PTK)
         sums: list[Tensor] = []  # of the gradients of k and v
         for start in reversed(range(0, q_PTK.shape[1], ROWS)):
             weights_PRS = kept[start // ROWS] if kept else _weights(q_PTK, k_PTK, start)
             stop = weights_PRS.shape[-1]
-            upstream_PRK = upstream_PTK[:, start:stop].contiguous()
+            upstream_PRK = upstream_MTHK[:, start:stop].transpose(1, 2).flatten(0, 1)
             weights_gradient = torch.bmm(upstream_PRK, _transposed(v_PTK[:, :stop]))
             scores_PRS = torch._softmax_backward_data(weights_gradient, weights_PRS, -1, q_PTK.dtype)
             q_gradient[:, start:stop] = torch.bmm(scores_PRS, k_PTK[:, :stop])
@@ -72,4 +109,20 @@ class _CausalAttention(torch.autograd.Function):
                     total[:, :stop] += share
             else:
                 sums = [share.to(wide) for share in shares]
-        return q_gradient, sums[0].to(k_PTK.dtype), sums[1].to(v_PTK.dtype)
+        back = _turned_back(table)
+        return (
+            _from_pairs(q_gradient.mul_(width**-0.5), heads, heads, back),
+            _from_pairs(sums[0].to(k_PTK.dtype), heads, ctx.groups, back),
+            _from_pairs(sums[1].to(v_PTK.dtype), heads, ctx.groups),
+            None,
+        )
+
+
+def _from_pairs(part_PTK: Tensor, heads: int, groups: int, table: Tensor | None = None) -> Tensor:
+    """Return the gradient [M, T, G, K] of what `_pairs` was given from that of what it gave."""
+    length, width = part_PTK.shape[1:]
+    part_MGHTK = part_PTK.view(-1, groups, heads // groups, length, width)
+    part_MGTK = part_MGHTK.sum(2) if groups < heads else part_MGHTK[:, :, 0]
+    own_MTGK = part_PTK.new_empty(len(part_MGTK), length, groups, width)
+    _turn(part_MGTK, own_MTGK.transpose(1, 2), table)
+    return own_MTGK

@@ -31,14 +31,17 @@ def hidden_states(
     cached: CachedPositions | None = None,
     block: Block | None = None,
     layers: Sequence[Parameters] | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """Return the normed last hidden states [(N,) B, T, D], computed in `dtype`, of tokens [(N,) B, T].
 
     dropout_keys: int32 [(N,) places, 2] of `dropout.py`; None, as in evaluation, drops nothing. cached: for
     tokens that continue sequences of a `KeyValueCache`. block: a compiled `decoder_block`. layers: every layer's
     `layer_parameters`, from callers that hold them because a token costs little more than looking them up.
+    in_place: as in `loss_sums`.
     """
-    x = op.embedding(tokens, parameters["embedding.weight"], dtype)
+    weight = parameters["embedding.weight"]
+    x = op.embedding(tokens, weight, dtype, weight.grad if in_place else None)
     if model.positions == "learned":
         x = x + _positions(parameters["positions.weight"], tokens.shape[-1], cached).to(dtype)
     x = _dropped(model, x, dropout_keys, 0)
@@ -118,10 +121,18 @@ def loss_sums(
     dtype: torch.dtype,
     dropout_keys: Tensor | None = None,
     block: Block | None = None,
+    divisor: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
-    """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones."""
-    x = hidden_states(model, parameters, tokens, dtype, dropout_keys, block=block)
-    return op.cross_entropy_sum(x, head_weight(parameters), targets)
+    """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones.
+
+    divisor: what the sums are divided by, of their shape. in_place: the gradients of embedding and head, most of a
+    small model's, are added to `.grad` as they come, past autograd and its hooks, with no other matrix of their
+    size. For callers that go on to `backward()` from the sum of the result.
+    """
+    x = hidden_states(model, parameters, tokens, dtype, dropout_keys, block=block, in_place=in_place)
+    weight = head_weight(parameters)
+    return op.cross_entropy_sum(x, weight, targets, divisor, weight.grad if in_place else None)
 
 
 class Decoder(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tiny_llm.config.memory import LOGIT_BLOCK_BYTES
+from tiny_llm.models import fused
 
 IGNORED = -100  # a target that does not count
 STRIP_BYTES = 2**21  # of logits in fp32 that the cores' caches hold
@@ -62,8 +63,19 @@ def _linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return product if bias is None else product + bias
 
 
-def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows of weight [(N,) V, D] that tokens [(N,) B, T] name, in `dtype`."""
+def fuses(x: Tensor) -> bool:
+    """Whether this is for `fused.py`: training that runs eagerly on a CPU."""
+    return x.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """Return the rows of weight [(N,) V, D] that tokens [(N,) B, T] name, in `dtype`.
+
+    total: of one model, where the weight's gradient is added; autograd gets none then.
+    """
+    if total is not None:
+        rows: Tensor = fused.Embedding.apply(tokens, weight, total, dtype)  # type: ignore[no-untyped-call]
+        return rows
     if weight.dim() == 2:
         return functional.embedding(tokens, weight).to(dtype)
     worker = torch.arange(len(weight), device=tokens.device).view(-1, 1, 1)
@@ -76,6 +88,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype == wide and x.numel() == x.shape[-1] and weight.dim() == 1 and _few_rows(x):
         row = x.flatten()  # of one token, for which starting the steps below costs more than taking them
         return x * weight / math.sqrt(row.dot(row).item() / len(row) + eps)
+    if fuses(x):
+        normed: Tensor = fused.RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return normed
     scale = weight if weight.dim() == 1 else weight.view(len(weight), 1, 1, -1)
     return (functional.rms_norm(x.to(wide), x.shape[-1:], None, eps) * scale).to(x.dtype)
 
@@ -97,6 +112,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020, eq. 6) for gate and up side by side in the last axis."""
+    if fuses(gate_up):
+        activated: Tensor = fused.SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+        return activated
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -168,17 +186,23 @@ def _scrambled(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
     """Return the summed cross-entropy, in nats, of the head's logits x W^T against targets.
 
     x [(N,) B, T, D], weight [(N,) V, D], targets [(N,) B, T] with IGNORED where there is none; the result has
-    shape [N], or [] for one model. The logits of the whole batch never exist: head and loss go through blocks
-    of targets, forward and backward in one pass.
+    shape [N], or [] for one model, and so has `divisor`, which it is divided by. The logits of the whole batch
+    never exist: head and loss go through blocks of targets, forward and backward in one pass. total: where the
+    weight's gradient is added at once, for a caller that goes on to `backward()` from the result's sum; autograd
+    gets none then.
     """
     packed = weight.dim() == 3
-    x_M = x.flatten(1, -2) if packed else x.flatten(0, -2)
-    total: Tensor = _HeadLoss.apply(x_M, weight, targets.flatten(1) if packed else targets.flatten())  # type: ignore[no-untyped-call]
-    return total
+    x_M, targets_M = (
+        (x.flatten(1, -2), targets.flatten(1)) if packed else (x.flatten(0, -2), targets.flatten())
+    )
+    loss: Tensor = _HeadLoss.apply(x_M, weight, targets_M, divisor, total)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -186,14 +210,21 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
+        ctx: torch.autograd.function.FunctionCtx,
+        x_MD: Tensor,
+        weight_VD: Tensor,
+        targets_M: Tensor,
+        divisor: Tensor | None,
+        total_VD: Tensor | None,
     ) -> Tensor:
         head_VD = weight_VD.to(x_MD.dtype)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         losses = torch.zeros(weight_VD.shape[:-2], dtype=wide, device=x_MD.device)
+        factor = (torch.ones_like(losses) if divisor is None else 1 / divisor.to(wide))[..., None, None]
         wants_gradient = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         if wants_gradient:
-            x_gradient, weight_gradient = torch.empty_like(x_MD), torch.zeros_like(weight_VD)
+            x_gradient = torch.empty_like(x_MD)
+            weight_gradient = torch.zeros_like(weight_VD) if total_VD is None else total_VD
         rows = _whole_tiles(
             LOGIT_BLOCK_BYTES // (x_MD.element_size() * weight_VD.shape[-2] * max(1, losses.numel()))
         )
@@ -204,17 +235,18 @@ class _HeadLoss(torch.autograd.Function):
             losses += _losses_and_gradient_(logits_MV, target)
             if wants_gradient:
                 counts = target != IGNORED
-                x_gradient[..., block, :] = (logits_MV @ head_VD).mul_(counts)
-                _add_product_(weight_gradient, logits_MV.mT, x * counts)
+                x_gradient[..., block, :] = (logits_MV @ head_VD) * (counts * factor)
+                _add_product_(weight_gradient, logits_MV.mT, x * counts, factor)
         if wants_gradient:
-            ctx.save_for_backward(x_gradient, weight_gradient)
-        return losses
+            ctx.save_for_backward(x_gradient, *[weight_gradient] * (total_VD is None))
+        return losses if divisor is None else losses / divisor
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_gradient, weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x_gradient, *weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
         factor = upstream[..., None, None]
-        return x_gradient * factor.to(x_gradient.dtype), weight_gradient * factor, None
+        of_weight = weight_gradient[0] * factor if weight_gradient else None
+        return (x_gradient * factor).to(x_gradient.dtype), of_weight, None, None, None
 
 
 def _whole_tiles(rows: int) -> int:
@@ -222,14 +254,14 @@ def _whole_tiles(rows: int) -> int:
     return rows // 128 * 128 if rows >= 128 else max(1, rows)
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, within the matmul where their dtypes agree."""
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, factor: Tensor) -> None:
+    """Add left @ right * factor to `total`, within the matmul where their dtypes agree."""
     if total.dtype != left.dtype:
-        total += left @ right
+        total.addcmul_(left @ right, factor)
     elif total.dim() == 2:
-        total.addmm_(left, right)
+        total.addmm_(left, right * factor)
     else:
-        total.baddbmm_(left, right)
+        total.baddbmm_(left, right * factor)
 
 
 def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:

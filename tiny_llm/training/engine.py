@@ -62,6 +62,7 @@ class Engine:
         self.optimizer = PackedAdamW(self.model, config.optimizer)
         self.dtype = compute_dtype(config)
         self.looped = executes_looped(config)
+        self._in_place = self.looped and device.type == "cpu"
         self._gradient_sum = self._data_parallel() if plan.data_parallel else None
         self._loss_sums = compiled_loss(device) if config.runtime.compile else loss_sums
 
@@ -205,9 +206,15 @@ class Engine:
         valid: Tensor,
         keys: Tensor | None,
     ) -> Tensor:
-        sums = self._loss_sums(self.plan.config.model, parameters, tokens, targets, self.dtype, keys)
-        means = sums / valid
+        model = self.plan.config.model
+        means = self._loss_sums(
+            model, parameters, tokens, targets, self.dtype, keys, divisor=valid, in_place=self._in_place
+        )
+        if self._in_place and self._gradient_sum is not None and not model.tied:
+            self._gradient_sum.arrived("head.weight")
         torch.autograd.backward(means.sum())
+        if self._in_place and self._gradient_sum is not None:
+            self._gradient_sum.arrived("embedding.weight")
         return means.detach()
 
     def _deal(self, tokens: Tensor, targets: Tensor) -> MicroBatch:

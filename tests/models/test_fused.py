@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,30 @@ def test_embedding_and_head_add_to_what_is_there_and_tell_autograd_nothing() -> 
     mean.backward()  # type: ignore[no-untyped-call]
     assert weight.grad is None
     torch.testing.assert_close((x.grad, total - before), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hooks_know_when_gradients_in_place_are_whole(tied: bool) -> None:
+    """... which data parallel waits for: it may send a gradient as soon as its hook has been called."""
+    model = replace(LLAMA, tied=tied)
+    leaves = {name: value.requires_grad_() for name, value in random_state(model, 0).items()}
+    seen: dict[str, Tensor] = {}
+
+    def remember(name: str, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        seen[name] = leaf.grad.clone()
+
+    for name, leaf in leaves.items():
+        leaf.grad = torch.zeros_like(leaf)
+        leaf.register_post_accumulate_grad_hook(functools.partial(remember, name))  # type: ignore[no-untyped-call]
+    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    loss_sums(model, leaves, tokens, tokens, torch.float64, in_place=True).backward()
+    assert [*seen][-1] == "embedding.weight"
+    assert tied or next(iter(seen)) == "head.weight"
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert torch.equal(seen[name], leaf.grad)
+        assert leaf.grad.any()
 
 
 def test_every_worker_has_a_divisor_of_its_own() -> None:

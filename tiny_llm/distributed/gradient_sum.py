@@ -40,13 +40,13 @@ class GradientSum:
         self._ranks = ranks
         self._gradients_D = gradients_1D[0]
         self._buckets = buckets(layout, gradients_1D.element_size())
-        self._bucket_of = {name: i for i, (_, names) in enumerate(self._buckets) for name in names}
         self._works: list[dist.Work] = []
         self._waiting: list[int] | None = None  # gradients that each bucket still waits for
-        for name in self._bucket_of:
-            parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self.arrived(name)
-            )
+        for index, (_, names) in enumerate(self._buckets):
+            for name in names:
+                parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, index=index: self._arrived(index)
+                )
 
     def begin(self) -> None:
         """Let the next backward pass set off each bucket that it completes."""
@@ -62,11 +62,9 @@ class GradientSum:
         assert not any(self._waiting), "a parameter had no gradient"
         self._waiting = None
 
-    def arrived(self, name: str) -> None:
-        """Know a parameter's gradient to be in the arena; only those that pass by autograd must be told."""
+    def _arrived(self, index: int) -> None:
         if self._waiting is None:
             return
-        index = self._bucket_of[name]
         self._waiting[index] -= 1
         if not self._waiting[index]:
             columns, _ = self._buckets[index]

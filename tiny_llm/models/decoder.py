@@ -127,8 +127,8 @@ def loss_sums(
     """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones.
 
     divisor: what the sums are divided by, of their shape. in_place: the gradients of embedding and head, most of a
-    small model's, are added to `.grad` as they come, past autograd and its hooks, with no other matrix of their
-    size. For callers that go on to `backward()` from the sum of the result.
+    small model's, are added to `.grad` as they come, with no other matrix of their size; of autograd only the
+    parameters' hooks are left. For callers that go on to `backward()` from the sum of the result.
     """
     x = hidden_states(model, parameters, tokens, dtype, dropout_keys, block=block, in_place=in_place)
     weight = head_weight(parameters)

@@ -206,15 +206,17 @@ class Engine:
         valid: Tensor,
         keys: Tensor | None,
     ) -> Tensor:
-        model = self.plan.config.model
         means = self._loss_sums(
-            model, parameters, tokens, targets, self.dtype, keys, divisor=valid, in_place=self._in_place
+            self.plan.config.model,
+            parameters,
+            tokens,
+            targets,
+            self.dtype,
+            keys,
+            divisor=valid,
+            in_place=self._in_place,
         )
-        if self._in_place and self._gradient_sum is not None and not model.tied:
-            self._gradient_sum.arrived("head.weight")
         torch.autograd.backward(means.sum())
-        if self._in_place and self._gradient_sum is not None:
-            self._gradient_sum.arrived("embedding.weight")
         return means.detach()
 
     def _deal(self, tokens: Tensor, targets: Tensor) -> MicroBatch:

@@ -36,10 +36,7 @@ UPDATES = 25
 ROWS, MICRO_BATCH = 8, 2  # sequences of an update, and of a rank's micro-batch
 STATE = ("parameters", "first_moment", "second_moment")
 SMALL_BUCKETS = 2**11  # bytes
-RUNS = {
-    2: ("plain", "dropout", "batched", "untied"),
-    4: ("plain", "dropout", "fp64"),
-}  # of groups of 2 and of 4 ranks
+RUNS = {2: ("plain", "dropout", "batched", "untied"), 4: ("plain", "dropout", "fp64")}  # by size of the group
 EACH_RUN = [(world, name) for world, names in RUNS.items() for name in names]
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -198,24 +199,21 @@ def loading(overrides: list[str], windows: int) -> Result:
 
 
 def evaluating(overrides: list[str], windows: int) -> Result:
-    """Measure evaluation against training, in targets a second."""
-    with trainer_of(plan_of(overrides)) as trainer:
-        stream = trainer.open_stream()
+    """Measure evaluation against training, in turns, in targets a second."""
+    with trainer_of(plan_of(overrides)) as trainer, closing(trainer.open_stream()) as stream:
         trainer.advance(stream)
-        batch = trainer.config.training.batch_tokens
-        train = [batch / seconds_of(lambda: trainer.advance(stream), trainer.device) for _ in range(windows)]
-        stream.close()
+        batch, device = trainer.config.training.batch_tokens, trainer.device
         weights = trainer.engine.model.average_state_dict()
         targets = trainer.evaluator.subset(weights).targets
-        rates = [
-            targets / seconds_of(lambda: trainer.evaluator.subset(weights), trainer.device)
-            for _ in range(windows)
-        ]
+        train, rates = [], []
+        for _ in range(windows):
+            train.append(batch / seconds_of(lambda: trainer.advance(stream), device))
+            rates.append(targets / seconds_of(lambda: trainer.evaluator.subset(weights), device))
         return {
             "name": "evaluation",
             "tokens_per_second": spread(rates),
             "train_tokens_per_second": spread(train),
-            "times_training": statistics.median(rates) / statistics.median(train),
+            "times_training": spread([rate / other for rate, other in zip(rates, train, strict=True)]),
         }
 
 

@@ -63,6 +63,12 @@ def test_rms_norm(
     assert_equals_the_plain(lambda x, w: op.rms_norm(x, w, 0.1), inputs, tolerance, monkeypatch)
 
 
+@pytest.mark.parametrize("master", [torch.float64, torch.bfloat16])
+def test_rms_norm_with_a_weight_of_any_dtype(master: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [randn(B, T, D, seed=0, dtype=torch.bfloat16), randn(D, seed=1, dtype=master)]
+    assert_equals_the_plain(lambda x, w: op.rms_norm(x, w, 0.1), inputs, 6e-3, monkeypatch)
+
+
 @by_precision
 def test_swiglu(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = randn(N, B, T, 2 * D, seed=0, dtype=dtype)

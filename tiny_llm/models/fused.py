@@ -19,7 +19,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows_MD = _rows(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        rows_MD = _rows(x, weight).to(wide)
         mean_square = torch.linalg.vector_norm(rows_MD, dim=-1, keepdim=True).square_() / x.shape[-1]
         inverse_M1 = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_M1)
@@ -32,7 +33,7 @@ class RMSNorm(torch.autograd.Function):
         normed_MD = _rows(x, weight) * inverse_M1
         upstream_MD = _rows(upstream, weight).to(normed_MD.dtype)
         product_MD = upstream_MD * normed_MD
-        along_M1 = product_MD @ weight.unsqueeze(-1).div(-x.shape[-1])
+        along_M1 = product_MD @ weight.to(normed_MD.dtype).unsqueeze(-1).div(-x.shape[-1])
         gradient_MD = (upstream_MD * weight.unsqueeze(-2)).addcmul_(normed_MD, along_M1).mul_(inverse_M1)
         return gradient_MD.to(x.dtype).view(x.shape), product_MD.sum(-2), None
 

@@ -25,7 +25,7 @@ EAGER = [name for name in baselines.BASELINES if "compiled" not in name]
 
 @pytest.fixture(autouse=True)
 def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_kernel", attention.plain_attention)
+    monkeypatch.setattr(attention, "causal_attention", attention.plain_attention)
     monkeypatch.setattr(op, "fuses", lambda x: False)
 
 

@@ -15,7 +15,6 @@ from tiny_llm.config.parameters import count_parameters, parameter_specs
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
-from tiny_llm.models.attention import keep_kernel_from_compiler
 from tiny_llm.models.decoder import Decoder, decoder_block, hidden_states, loss_sums
 from tiny_llm.models.initialization import initial_parameters
 from tiny_llm.packed import local_mean_losses
@@ -190,7 +189,6 @@ def test_a_look_in_inference_mode_does_not_spoil_training() -> None:
 
 def test_a_compiled_block_is_made_once_for_all_layers() -> None:
     made = []
-    keep_kernel_from_compiler()
     for layers in (1, 3):
         model = replace(MODELS["three-layers"], layers=layers)
         tokens_BT = rows(model)[0][0]
@@ -199,4 +197,4 @@ def test_a_compiled_block_is_made_once_for_all_layers() -> None:
         block = torch.compile(decoder_block, backend=counter, dynamic=False)
         loss_sums(model, initial_parameters(model, 0), tokens_BT, tokens_BT, torch.float32, block=block)
         made.append(counter.frame_count)
-    assert made[0] == made[1] > 0
+    assert made == [1, 1]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.config.schema import ModelConfig
-from tiny_llm.models import attention, fused
+from tiny_llm.models import attention, cpu_attention, fused
 from tiny_llm.models import operations as op
 from tiny_llm.models.attention import fused_attention
 from tiny_llm.models.cpu_attention import causal_attention
@@ -97,6 +97,56 @@ def test_attention_turns_queries_and_keys_itself(dtype: torch.dtype, tolerance: 
     for ours, expected in zip(found, exact, strict=True):
         assert ours.dtype == dtype
         assert apart(ours, expected) < 3 * tolerance
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("length", [128, 200])
+def test_the_compiler_is_told_the_truth_about_attention(
+    length: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... by torch's own examination: shapes, strides, aliases and gradients of what it may not look into."""
+    monkeypatch.setattr(cpu_attention, "KEPT_WEIGHTS_LENGTH", 1024 if keep else 0)
+    parts = [randn(2, 3, length, 4, seed=seed).requires_grad_() for seed in range(3)]
+    for given in (True, False):
+        torch.library.opcheck(cpu_attention._operator, (*parts, given))
+
+
+@pytest.mark.parametrize("length", [128, 200])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("turned", [True, False])
+@by_precision
+def test_compiled_attention_equals_that_by_hand(
+    dtype: torch.dtype, tolerance: float, turned: bool, kv_heads: int, length: int
+) -> None:
+    q = randn(B, length, 4, 8, seed=0, dtype=dtype)
+    k, v = (randn(B, length, kv_heads, 8, seed=seed, dtype=dtype) for seed in (1, 2))
+    table = op.rotary_table(length, 8, 50.0, torch.device("cpu"), dtype) if turned else None
+    torch._dynamo.reset()
+    compiled = torch.compile(causal_attention, backend="aot_eager", fullgraph=True, dynamic=False)
+    ways = (compiled, causal_attention)
+    results = [with_gradients(lambda q, k, v, way=way: way(q, k, v, table), q, k, v) for way in ways]
+    for ours, by_hand in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert apart(ours, by_hand) < 4 * tolerance
+
+
+@by_precision
+def test_linear_adds_to_what_is_there_and_tells_autograd_nothing(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    master = torch.promote_types(dtype, torch.float32)
+    x, weight, bias = randn(B, T, D, seed=0), randn(V, D, seed=1), randn(V, seed=2)
+    expected = with_gradients(op.linear, x, weight, bias)
+    x, weight, bias = (
+        part.detach().requires_grad_() for part in (x.to(dtype), weight.to(master), bias.to(master))
+    )
+    before, upstream = randn(V, D, seed=3, dtype=master), randn(B, T, V, seed=99, dtype=dtype)
+    total = before.clone()
+    result = op.linear(x, weight, bias, total)
+    result.backward(upstream)  # type: ignore[no-untyped-call]
+    assert weight.grad is None
+    for ours, exact in zip((result, x.grad, total - before, bias.grad), expected, strict=True):
+        assert apart(ours, exact) < 3 * tolerance
 
 
 def test_embedding_and_head_add_to_what_is_there_and_tell_autograd_nothing() -> None:
@@ -211,7 +261,7 @@ def test_training_by_hand_equals_plain_autograd(
 
     loss, gradients = train(in_place=True)
     monkeypatch.setattr(op, "fuses", lambda x: False)
-    monkeypatch.setattr(attention, "_kernel", attention.plain_attention)
+    monkeypatch.setattr(attention, "causal_attention", attention.plain_attention)
     expected_loss, expected = train(in_place=False)
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert set(gradients) == {spec.name for spec in parameter_specs(model)} == set(expected)

@@ -24,14 +24,6 @@ from tiny_llm.models.cpu_attention import causal_attention
 
 Parts = tuple[Tensor, Tensor, Tensor]  # q, k and v
 
-_kernel = causal_attention
-
-
-def keep_kernel_from_compiler() -> None:
-    """Have compiled blocks call the CPU's kernel as it is. As a decorator this costs every start two seconds."""
-    global _kernel
-    _kernel = torch.compiler.disable(causal_attention)  # type: ignore[no-untyped-call]
-
 
 def attend(
     model: ModelConfig,
@@ -56,7 +48,7 @@ def attend(
         if dropout_key is not None:
             mixed_MTHK = dropped_attention(*_rotated(*parts, table), model.dropout, dropout_key)
         else:
-            mixed_MTHK = (_kernel if qkv.is_cpu else plain_attention)(*parts, table)
+            mixed_MTHK = (causal_attention if qkv.is_cpu else plain_attention)(*parts, table)
     return mixed_MTHK.reshape(*qkv.shape[:-1], model.heads * model.head_width)
 
 

@@ -19,9 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
-# Compiling a decoder takes half a minute on a CPU and saves a twentieth of an update in bf16, less in fp32: at 20m
-# two cores have it back after about 1.5e14 FLOPs.
-COMPILE_WORTH_FLOPS = 3e14
+# Compiling a decoder takes twenty seconds on a CPU and saves an eighth of an update in bf16, a twentieth in fp32: at
+# 20m two cores have it back after about 1e14 FLOPs.
+COMPILE_WORTH_FLOPS = 2e14
 
 
 def settle_runtime(plan: Plan) -> Config:

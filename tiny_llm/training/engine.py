@@ -26,7 +26,6 @@ from tiny_llm.distributed.gossip import Exchange, all_reduce_bytes, bytes_sent
 from tiny_llm.distributed.gradient_sum import GradientSum
 from tiny_llm.distributed.ranks import Ranks, alone
 from tiny_llm.distributed.replicas import check_replicas
-from tiny_llm.models.attention import keep_kernel_from_compiler
 from tiny_llm.models.decoder import decoder_block, loss_sums
 from tiny_llm.models.dropout import dropout_keys
 from tiny_llm.optim.adamw import PackedAdamW
@@ -247,6 +246,5 @@ class Engine:
 def compiled_loss(device: torch.device) -> Callable[..., Tensor]:
     """Return `loss_sums` compiled: as a whole for GPUs; on CPUs one block, which then serves every layer."""
     if device.type == "cpu":
-        keep_kernel_from_compiler()
         return functools.partial(loss_sums, block=torch.compile(decoder_block, dynamic=False))
     return torch.compile(loss_sums, dynamic=False)

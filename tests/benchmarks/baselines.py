@@ -136,6 +136,12 @@ def packed_textbook(plan: Plan, dtype: torch.dtype, loss: Loss) -> Packed:
     return Packed(plan, dtype, textbook.separated(fresh(plan)), loss)
 
 
+# What takes the place of the product's kernels, which are not theirs.
+TORCHS_KERNELS = (
+    (attention, "causal_attention", attention.plain_attention),
+    (op, "fuses", lambda x: False),
+)
+
 Baseline = Callable[[Plan, torch.dtype], Any]
 OUR_DECODER: dict[str, Baseline] = {
     "one after another": OneAfterAnother,
@@ -159,8 +165,8 @@ def left_out(model: ModelConfig) -> list[str]:
 
 def prepare(name: str, config: Config) -> torch.device:
     """Set this process up and return its device: as the product does, or with torch as it comes."""
-    attention.causal_attention = attention.plain_attention  # the product's kernels are not theirs
-    op.fuses = lambda x: False
+    for place in TORCHS_KERNELS:
+        setattr(*place)
     if name in OUR_DECODER:
         return prepare_torch(config)
     if config.runtime.threads:

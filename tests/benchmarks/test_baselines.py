@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from tiny_llm.config.plan import Plan
-from tiny_llm.models import attention
-from tiny_llm.models import operations as op
 from tiny_llm.training import device
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -24,9 +22,9 @@ EAGER = [name for name in baselines.BASELINES if "compiled" not in name]
 
 
 @pytest.fixture(autouse=True)
-def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "causal_attention", attention.plain_attention)
-    monkeypatch.setattr(op, "fuses", lambda x: False)
+def torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in baselines.TORCHS_KERNELS:
+        monkeypatch.setattr(*place)
 
 
 def plan() -> Plan:

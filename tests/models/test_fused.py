@@ -1,4 +1,4 @@
-"""What is written by hand for training on a CPU computes what autograd finds for the plain formulas."""
+"""What is written by hand for CPUs computes what autograd finds for the plain formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny_llm.models import attention, cpu_attention, fused
 from tiny_llm.models import operations as op
 from tiny_llm.models.attention import fused_attention
 from tiny_llm.models.cpu_attention import causal_attention
-from tiny_llm.models.decoder import loss_sums
+from tiny_llm.models.decoder import decoder_block, loss_sums
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reference.small import apart, one_thread, random_state  # noqa: F401
@@ -81,10 +81,15 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x, w: op.rms_norm(x, w, 0.1), (x, weight))
 
 
+@pytest.mark.parametrize("kept_length", [0, 1024])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @by_precision
-def test_attention_turns_queries_and_keys_itself(dtype: torch.dtype, tolerance: float, kv_heads: int) -> None:
-    length = 200  # a block of rows and a rest
+def test_attention_turns_queries_and_keys_itself(
+    dtype: torch.dtype, tolerance: float, kv_heads: int, kept_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... whether the backward pass finds the softmax weights or makes them again."""
+    monkeypatch.setattr(cpu_attention, "KEPT_WEIGHTS_LENGTH", kept_length)
+    length = 300  # two blocks of rows and a rest
     q = randn(B, length, 4, 6, seed=0, dtype=dtype)
     k, v = (randn(B, length, kv_heads, 6, seed=seed, dtype=dtype) for seed in (1, 2))
     table = op.rotary_table(length, 6, 50.0, torch.device("cpu"), torch.float64)
@@ -170,10 +175,14 @@ def test_embedding_and_head_add_to_what_is_there_and_tell_autograd_nothing() -> 
     torch.testing.assert_close((x.grad, total - before), expected)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_hooks_know_when_gradients_in_place_are_whole(tied: bool) -> None:
+def test_hooks_know_when_gradients_in_place_are_whole(tied: bool, compiled: bool) -> None:
     """... which data parallel waits for: it may send a gradient as soon as its hook has been called."""
-    model = replace(LLAMA, tied=tied)
+    model, block = replace(LLAMA, tied=tied), None
+    if compiled:
+        torch._dynamo.reset()
+        block = torch.compile(decoder_block, backend="aot_eager", fullgraph=True, dynamic=False)
     leaves = {name: value.requires_grad_() for name, value in random_state(model, 0).items()}
     seen: dict[str, Tensor] = {}
 
@@ -185,7 +194,7 @@ def test_hooks_know_when_gradients_in_place_are_whole(tied: bool) -> None:
         leaf.grad = torch.zeros_like(leaf)
         leaf.register_post_accumulate_grad_hook(functools.partial(remember, name))  # type: ignore[no-untyped-call]
     tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
-    loss_sums(model, leaves, tokens, tokens, torch.float64, in_place=True).backward()
+    loss_sums(model, leaves, tokens, tokens, torch.float64, block=block, in_place=True).backward()
     assert [*seen][-1] == "embedding.weight"
     assert tied or next(iter(seen)) == "head.weight"
     for name, leaf in leaves.items():
@@ -270,14 +279,52 @@ def test_training_by_hand_equals_plain_autograd(
         assert apart(gradients[name], gradient) < tolerance, name
 
 
-def test_only_eager_training_on_a_cpu_is_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_leaves_its_gradients_to_autograd() -> None:
+    """... which adds them to the others' in place: the same sums as without the compiler, over two micro-batches."""
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder_block, backend="aot_eager", fullgraph=True, dynamic=False)
+    rows = torch.randint(V, (2, B, T + 1), generator=torch.Generator().manual_seed(1))
+    results = []
+    for block in (compiled, None):
+        leaves = {name: value.requires_grad_() for name, value in random_state(LLAMA, 0).items()}
+        for leaf in leaves.values():
+            leaf.grad = torch.zeros_like(leaf)
+        for row in rows:
+            loss_sums(
+                LLAMA, leaves, row[:, :-1], row[:, 1:], torch.float64, block=block, in_place=True
+            ).backward()  # type: ignore[no-untyped-call]
+        results.append({name: leaf.grad for name, leaf in leaves.items()})
+    for name, expected in results[1].items():
+        assert expected.any()
+        assert apart(results[0][name], expected) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_gradients_the_results_are_the_same_bits(dtype: torch.dtype) -> None:
+    x = randn(B, T, D, seed=0, dtype=dtype)
+    weight = randn(V, D, seed=1, dtype=torch.promote_types(dtype, torch.float32))
+    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    works: list[Callable[[Tensor], Tensor]] = [
+        op.swiglu,
+        lambda x: op.rms_norm(x, weight[0], 0.1),
+        lambda x: op.cross_entropy_sum(x, weight, tokens),
+    ]
+    for work in works:
+        trained = work(x.clone().requires_grad_())
+        before = x.clone()
+        assert trained.requires_grad
+        assert torch.equal(work(x), trained)
+        assert torch.equal(x, before)
+
+
+def test_only_what_runs_eagerly_on_a_cpu_is_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(fused.SwiGLU, "apply", lambda x: calls.append("swiglu") or x)
     x = randn(2, 4, seed=0)
     op.swiglu(x)
-    assert calls == ["swiglu"]
     with torch.no_grad():
         op.swiglu(x)
+    assert calls == ["swiglu"] * 2
     torch.compile(op.swiglu, backend="eager", fullgraph=True)(x)
-    assert calls == ["swiglu"]
+    assert calls == ["swiglu"] * 2
     assert not op.fuses(torch.empty(1, device="meta"))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_llm.config.schema import ModelConfig
 from tiny_llm.models import cpu_attention
 from tiny_llm.models import operations as op
-from tiny_llm.models.attention import attend, fused_attention
+from tiny_llm.models.attention import attend
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reference.llama import loop_attention, loop_rms_norm, loop_rotate
@@ -314,23 +314,6 @@ def test_gradcheck_of_rotated_attention(
     model = replace(llama_of(2, 50.0), head_dim=2, kv_heads=kv_heads)
     qkv = randn(2, 1, 5, (2 + 2 * kv_heads) * 2).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: attend(model, {}, 0, x), (qkv,))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("kept_length", [0, 1024])
-def test_blocked_attention_and_its_gradients_equal_torchs(
-    kept_length: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_attention, "KEPT_WEIGHTS_LENGTH", kept_length)
-    q, upstream = (randn(2, 300, 4, 16, seed=seed, dtype=dtype) for seed in (0, 1))
-    k, v = (randn(2, 300, 2, 16, seed=seed, dtype=dtype) for seed in (2, 3))
-    inputs = [part.requires_grad_() for part in (q, k, v)]
-    results = []
-    for attention in (cpu_attention.causal_attention, fused_attention):
-        mixed = attention(*inputs)
-        results.append((mixed, *torch.autograd.grad(mixed, inputs, upstream)))
-    for blocked, fused in zip(*results, strict=True):
-        assert apart(blocked, fused) < tolerance
 
 
 def test_gradcheck_of_norms() -> None:

@@ -79,8 +79,8 @@ def _linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether this is for `fused.py`: training that runs eagerly on a CPU."""
-    return x.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Whether this is for `fused.py`: what runs eagerly on a CPU."""
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
@@ -247,20 +247,21 @@ class _HeadLoss(torch.autograd.Function):
             block = slice(start, start + rows)
             x, target = x_MD[..., block, :], targets_M[..., block, None]
             logits_MV = x @ head_VD.mT
-            losses += _losses_and_gradient_(logits_MV, target)
+            losses += _losses_and_gradient_(logits_MV, target, wants_gradient)
             if wants_gradient:
                 counts = target != IGNORED
                 x_gradient[..., block, :] = (logits_MV @ head_VD) * (counts * factor)
                 _add_product_(weight_gradient, logits_MV.mT, x * counts, factor)
         if wants_gradient:
-            ctx.save_for_backward(x_gradient, *[weight_gradient] * (total_VD is None))
+            kept = weight_gradient if total_VD is None else None
+            ctx.save_for_backward(x_gradient, kept)  # type: ignore[arg-type]
         return losses if divisor is None else losses / divisor
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x_gradient, *weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
+        x_gradient, weight_gradient = ctx.saved_tensors  # type: ignore[attr-defined]
         factor = upstream[..., None, None]
-        of_weight = weight_gradient[0] * factor if weight_gradient else None
+        of_weight = None if weight_gradient is None else weight_gradient * factor
         return (x_gradient * factor).to(x_gradient.dtype), of_weight, None, None, None
 
 
@@ -279,8 +280,8 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, factor: Tensor) ->
         total.baddbmm_(left, right * factor)
 
 
-def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
-    """Return the summed losses, [N] or [], and leave softmax minus one-hot where the logits were.
+def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor, wants_gradient: bool) -> Tensor:
+    """Return the summed losses, [N] or [], and leave softmax minus one-hot where the logits were, if wanted.
 
     On a CPU a few rows at a time, so that all passes over them but the first find them in its cache. Only the
     softmax takes exponentials: its largest element is one over their sum, in units of the largest logit's.
@@ -299,5 +300,6 @@ def _losses_and_gradient_(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
         excess = wide_RV.amax(-1, keepdim=True) - wide_RV.gather(-1, target)
         torch.softmax(wide_RV, dim=-1, out=wide_RV)
         losses += ((excess - wide_RV.amax(-1, keepdim=True).log()) * counts).sum((-2, -1))
-        strip.copy_(wide_RV.scatter_add_(-1, target, -torch.ones_like(counts)))
+        if wants_gradient:
+            strip.copy_(wide_RV.scatter_add_(-1, target, -torch.ones_like(counts)))
     return losses

@@ -69,6 +69,18 @@ def test_rms_norm_with_a_weight_of_any_dtype(master: torch.dtype, monkeypatch: p
     assert_equals_the_plain(lambda x, w: op.rms_norm(x, w, 0.1), inputs, 6e-3, monkeypatch)
 
 
+def test_the_norms_weight_gradient_adds_up_many_rows_in_fp32() -> None:
+    """In bf16 a sum stands still once it is 256 times what is added to it."""
+    x, weight = randn(4096, D, seed=0, dtype=torch.bfloat16), randn(D, seed=1, dtype=torch.float32)
+    upstream = x.sign() * randn(4096, D, seed=2, dtype=torch.bfloat16).abs()
+    sums = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = weight.to(torch.promote_types(dtype, torch.float32)).clone().requires_grad_()
+        op.rms_norm(x.to(dtype), leaf, 1e-5).backward(upstream.to(dtype))  # type: ignore[no-untyped-call]
+        sums.append(leaf.grad)
+    assert apart(*sums) < 1e-5
+
+
 @by_precision
 def test_swiglu(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = randn(N, B, T, 2 * D, seed=0, dtype=dtype)

@@ -46,19 +46,16 @@ def _rms_norm_backward(
     """Return the gradients of x and weight, in one pass of torch's for a LayerNorm of mean 0 and these deviations.
 
     From x it takes the mean of upstream * weight as well, along each row, which no mean was taken for: back with it.
+    The weight's it would add up in the dtype of x, which is too narrow for more than a few rows of bf16.
     """
     wide = torch.promote_types(x_MD.dtype, torch.float32)
     weight_D, inverse_M1 = weight_D.to(wide), inverse_M1.to(wide)
+    mean_M1, narrow = torch.zeros_like(inverse_M1), x_MD.dtype != wide
     of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
-        upstream_MD,
-        x_MD,
-        weight_D.shape,
-        torch.zeros_like(inverse_M1),
-        inverse_M1,
-        weight_D,
-        None,
-        [True, True, False],
+        upstream_MD, x_MD, weight_D.shape, mean_M1, inverse_M1, weight_D, None, [True, not narrow, False]
     )
+    if narrow:
+        of_weight = (inverse_M1.mT @ upstream_MD.to(wide).mul_(x_MD)).squeeze(0)
     means_M = upstream_MD @ (weight_D / len(weight_D)).to(x_MD.dtype)
     return of_x.add_((means_M.unsqueeze(-1) * inverse_M1).to(of_x.dtype)), of_weight
 

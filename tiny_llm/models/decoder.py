@@ -49,7 +49,7 @@ def hidden_states(
         own = layer_parameters(parameters, layer) if layers is None else layers[layer]
         keys = None if dropout_keys is None else dropout_keys[..., 1 + DROPOUTS_A_LAYER * layer :, :]
         place = 0 if cached is None else layer  # only caches ask; a compiled block would be made once a layer
-        x = (block or decoder_block)(model, own, place, x, keys, cached, in_place and block is None)
+        x = (block or decoder_block)(model, own, place, x, keys, cached)
     return _normed(model, parameters, "norm", x)
 
 
@@ -73,29 +73,27 @@ def decoder_block(
     x: Tensor,
     dropout_keys: Tensor | None,
     cached: CachedPositions | None,
-    in_place: bool = False,
 ) -> Tensor:
     """Return the residual stream after a layer; compiled once, it serves all layers of a model."""
     normed = _normed(model, parameters, "attention_norm", x)
-    qkv = _linear(parameters, "attention.qkv", normed, in_place)
+    qkv = _linear(parameters, "attention.qkv", normed)
     weights_key = None if dropout_keys is None else dropout_keys[..., 0, :]
     mixed = attend(model, parameters, layer, qkv, weights_key, cached)
-    x = x + _dropped(model, _linear(parameters, "attention.output", mixed, in_place), dropout_keys, 1)
+    x = x + _dropped(model, _linear(parameters, "attention.output", mixed), dropout_keys, 1)
     normed = _normed(model, parameters, "mlp_norm", x)
-    return x + _dropped(model, _mlp(model, parameters, normed, in_place), dropout_keys, 2)
+    return x + _dropped(model, _mlp(model, parameters, normed), dropout_keys, 2)
 
 
-def _mlp(model: ModelConfig, parameters: Parameters, x: Tensor, in_place: bool) -> Tensor:
+def _mlp(model: ModelConfig, parameters: Parameters, x: Tensor) -> Tensor:
     if model.mlp == "swiglu":
-        activated = op.swiglu(_linear(parameters, "mlp.gate_up", x, in_place))
+        activated = op.swiglu(_linear(parameters, "mlp.gate_up", x))
     else:
-        activated = op.gelu(_linear(parameters, "mlp.up", x, in_place))
-    return _linear(parameters, "mlp.down", activated, in_place)
+        activated = op.gelu(_linear(parameters, "mlp.up", x))
+    return _linear(parameters, "mlp.down", activated)
 
 
-def _linear(parameters: Parameters, name: str, x: Tensor, in_place: bool) -> Tensor:
-    weight = parameters[f"{name}.weight"]
-    return op.linear(x, weight, parameters.get(f"{name}.bias"), weight.grad if in_place else None)
+def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
+    return op.linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
 
 
 def _normed(model: ModelConfig, parameters: Parameters, name: str, x: Tensor) -> Tensor:
@@ -128,9 +126,9 @@ def loss_sums(
 ) -> Tensor:
     """Return the summed cross-entropy over valid targets: [] for one model, [N] for packed ones.
 
-    divisor: what the sums are divided by, of their shape. in_place: the gradients of matrices are added to `.grad`
-    as they come, with no other matrix of their size (a compiled `block` leaves its own to autograd); of autograd
-    only the parameters' hooks are left. For callers that go on to `backward()` from the sum of the result.
+    divisor: what the sums are divided by, of their shape. in_place: the gradients of embedding and head, most of a
+    small model's, are added to `.grad` as they come, with no other matrix of their size; of autograd only the
+    parameters' hooks are left. For callers that go on to `backward()` from the sum of the result.
     """
     x = hidden_states(model, parameters, tokens, dtype, dropout_keys, block=block, in_place=in_place)
     weight = head_weight(parameters)

@@ -24,14 +24,8 @@ STRIP_BYTES = 2**21  # of logits in fp32 that the cores' caches hold
 FEW_ROWS = 16  # of activations at most, where reading the weight is what a matmul costs
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, total: Tensor | None = None) -> Tensor:
-    """Return x W^T + b: [(N,) B, T, D], [(N,) O, D] and [(N,) O] give [(N,) B, T, O].
-
-    total: of one model, where the weight's gradient is added; autograd gets none then.
-    """
-    if total is not None:
-        product: Tensor = fused.Linear.apply(x, weight, bias, total)  # type: ignore[no-untyped-call]
-        return product
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b: [(N,) B, T, D], [(N,) O, D] and [(N,) O] give [(N,) B, T, O]."""
     weight = weight.to(x.dtype)
     if bias is not None:
         bias = bias.to(x.dtype)

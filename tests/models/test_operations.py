@@ -100,13 +100,21 @@ def test_packed_linear_adds_each_workers_bias() -> None:
     assert op.linear(x.bfloat16(), weight, bias).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("intel", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("shape", [(1, 1), (1,), (), (4, 1), (2, 5), (op.FEW_ROWS,), (op.FEW_ROWS + 1,)])
 def test_linear_of_few_rows_equals_that_of_torch(
-    shape: tuple[int, ...], dtype: torch.dtype, close: float, threads: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    close: float,
+    threads: int,
+    intel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """... whosever cores these are."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(op, "_on_intel", lambda: intel)
     x = randn(*shape, 96, dtype=dtype)
     for outputs in (1, 2, 60, 61):
         weight, bias = randn(outputs, 96, seed=1, dtype=dtype), randn(outputs, seed=2, dtype=dtype)

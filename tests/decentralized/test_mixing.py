@@ -12,7 +12,7 @@ from topology_reference import reference_matrix
 from torch import Tensor
 
 from tiny_llm.decentralized.consensus import consensus_error
-from tiny_llm.decentralized.mixing import mix_
+from tiny_llm.decentralized.mixing import mix_, shares_mean
 from tiny_llm.decentralized.topology import TOPOLOGY_NAMES, make_topology
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -59,6 +59,28 @@ def test_mixing_in_blocks_gives_the_bits_of_mixing_at_once(
     w = 0.7 * reference_matrix("ring", 5, 0) + 0.3 * np.eye(5)
     expected = torch.from_numpy(w @ random_arena(5, columns).numpy())
     torch.testing.assert_close(blocks, expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.3])
+@pytest.mark.parametrize("name", TOPOLOGY_NAMES)
+def test_a_row_adds_what_was_there_before_the_step_by_ascending_worker(name: str, gamma: float) -> None:
+    """To the bit, though rows are overwritten while others still want them."""
+    for n in sizes_of(name)[1:]:
+        topology = make_topology(name, n, seed=3)
+        for t in range(4):
+            peers = topology.peers(t)
+            if shares_mean(peers):
+                continue
+            arena, before = (random_arena(n, 70, torch.float32) for _ in range(2))
+            mix_(arena, peers, gamma)
+            for i, row in enumerate(peers):
+                weights = [(j, gamma * weight + (1 - gamma) * (j == i)) for j, weight in row]
+                expected = before[weights[0][0]] * weights[0][1]
+                for j, weight in weights[1:]:
+                    expected = expected.add(before[j], alpha=weight)
+                if len(weights) == 2:
+                    expected = before[weights[0][0]].lerp(before[weights[1][0]], weights[1][1])
+                assert torch.equal(arena[i], expected), (n, t, i)
 
 
 def test_a_step_leaves_no_trace_beyond_its_rows() -> None:

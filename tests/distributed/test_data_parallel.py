@@ -52,7 +52,7 @@ def plan_of(
     config = small_config(
         model={"dropout": dropout, "layers": 2, "tied": tied},
         decentralized={"execution": execution},
-        optimizer={"grad_clip": 0.3},
+        optimizer={"grad_clip": 0.3, "lr": 1e-3},  # at 0.01 the updates blow rounding up tenfold
         runtime={"precision": precision},
     )
     return small_plan(config, UPDATES, ROWS, MICRO_BATCH)
@@ -66,7 +66,6 @@ PLANS = {
     "fp64": plan_of("fp64"),
     "untied in fp64": plan_of("fp64", tied=False),
 }
-EXACT = {(4, "plain"): "fp64", (2, "untied"): "untied in fp64"}  # where rounding alone may be beyond 1e-6
 
 
 def unevenly_padded(plan: Plan) -> Batches:
@@ -172,14 +171,10 @@ def single() -> dict[str, Outcome]:
     return {name: train(alone(CPU), plan, unevenly_padded(plan)) for name, plan in PLANS.items()}
 
 
-def assert_near(found: Outcome, expected: Outcome, tolerance: float, exact: Outcome | None = None) -> None:
-    """Hold all to a tolerance. A moment beyond it must be nearer to `exact`, where given, than the expected one."""
+def assert_near(found: Outcome, expected: Outcome, tolerance: float) -> None:
     np.testing.assert_allclose(found["numbers"], expected["numbers"], rtol=tolerance, atol=0)
     for name in STATE:
-        near = apart(found[name], expected[name]) < tolerance
-        if exact is not None and name != "parameters" and not near:
-            near = apart(found[name], exact[name]) < apart(expected[name], exact[name])
-        assert near, name
+        assert apart(found[name], expected[name]) < tolerance, name
 
 
 @pytest.mark.parametrize(("world", "name"), EACH_RUN)
@@ -187,10 +182,7 @@ def test_ranks_train_as_one_process_on_the_whole_batch(
     name: str, world: int, groups: dict[int, list[dict[str, Any]]], single: dict[str, Outcome]
 ) -> None:
     assert make_plan(PLANS[name].config, world).accumulation == 4 // world
-    exact = (
-        single[EXACT[world, name]] if (world, name) in EXACT else None
-    )  # several sums round otherwise than one
-    assert_near(groups[world][0][name], single[name], 1e-12 if "fp64" in name else 1e-6, exact)
+    assert_near(groups[world][0][name], single[name], 1e-12 if "fp64" in name else 1e-6)
 
 
 def test_one_large_micro_batch_is_the_same_batch(groups: dict[int, list[dict[str, Any]]]) -> None:

@@ -229,6 +229,15 @@ def test_gradient_norms_are_each_workers_own() -> None:
     assert model.gradient_norms()[1].item() == pytest.approx(math.sqrt(total), rel=1e-12)
 
 
+def test_the_norm_of_many_gradients_is_as_exact_as_of_few() -> None:
+    """A running fp32 sum of squares is 0.02 % short after 5M of them, and more with every further one."""
+    model = random_packed(replace(MODEL, vocab_size=300_000), 1, torch.float32)
+    model.gradient_storage.normal_(generator=torch.Generator().manual_seed(0))
+    assert model.gradient_storage.numel() > 2**22
+    expected = torch.linalg.vector_norm(model.gradient_storage.double(), dim=1)
+    torch.testing.assert_close(model.gradient_norms().double(), expected, rtol=2e-7, atol=0)
+
+
 def test_an_optimizer_built_before_a_move_says_so_and_changes_nothing() -> None:
     model = random_packed(MODEL, N, torch.float32)
     optimizer = PackedAdamW(model, SETTINGS)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tiny_llm.decentralized.arena import blocks
 
-Peers = list[list[tuple[int, float]]]
+Terms = list[tuple[int, float]]
+Peers = list[Terms]
 """For each worker i the pairs (j, W_ij), i itself among them, in ascending j."""
 
 
@@ -39,8 +41,13 @@ class Mixing:
         self.sources = sources
         self.gamma = gamma
         self.num_models = len(peers)
-        own = range(sources.first, sources.first + len(sources.rows_nD))
-        self._terms = None if shares_mean(peers) else [_weakened(peers[i], i, gamma) for i in own]
+        self._terms: dict[int, Terms] | None = None
+        if not shares_mean(peers):
+            own = range(sources.first, sources.first + len(sources.rows_nD))
+            orders = [{i: _weakened(peers[i], i, gamma) for i in order} for order in (own, own[::-1])]
+            self._terms = min(orders, key=lambda terms: len(_read_later(terms)))
+            self._kept = _read_later(self._terms)
+        self._room = sources.rows_nD.new_empty(0, 0)
 
     def apply_(self, columns: slice) -> None:
         """Mix some columns of this process's rows.
@@ -53,15 +60,17 @@ class Mixing:
         if self._terms is None:
             self._approach_mean_(columns)
             return
-        heard = {j: self.sources.row(j)[columns] for terms in self._terms for j, _ in terms}
-        mixed = []
-        for (first, weight), *others in self._terms:
-            row_C = heard[first] * weight
-            for j, weight in others:
-                row_C.add_(heard[j], alpha=weight)
-            mixed.append(row_C)
-        for own, row_C in enumerate(mixed, self.sources.first):
-            self.sources.row(own)[columns] = row_C
+        rows = {j: self.sources.row(j)[columns] for terms in self._terms.values() for j, _ in terms}
+        sum_C, *copies = self._buffers(len(next(iter(rows.values()))))
+        heard = rows | {j: copy.copy_(rows[j]) for j, copy in zip(self._kept, copies, strict=True)}
+        for i, terms in self._terms.items():
+            _combine_(rows[i], i, terms, heard, sum_C)
+
+    def _buffers(self, width: int) -> tuple[Tensor, ...]:
+        """Return room for a sum and for the kept rows: fresh memory for each block costs as much as mixing it."""
+        if self._room.shape[1] < width:
+            self._room = self.sources.rows_nD.new_empty(1 + len(self._kept), width)
+        return self._room[:, :width].unbind()
 
     def _approach_mean_(self, columns: slice) -> None:
         rows_nC, total_D = self.sources.rows_nD[:, columns], self.sources.total_D
@@ -90,6 +99,26 @@ def shares_mean(peers: Peers) -> bool:
     )
 
 
-def _weakened(row: list[tuple[int, float]], i: int, gamma: float) -> list[tuple[int, float]]:
+def _read_later(terms: dict[int, Terms]) -> list[int]:
+    """Return the rows that one further on still reads, where rows are overwritten in the order of `terms`."""
+    order = list(terms)
+    return [j for place, j in enumerate(order) if any(j in dict(terms[i]) for i in order[place + 1 :])]
+
+
+def _combine_(own_C: Tensor, i: int, terms: Terms, heard: dict[int, Tensor], sum_C: Tensor) -> None:
+    """Make worker i's row the sum of its terms, whose weights add up to 1, in one pass if they are two.
+
+    More are added in sum_C up to the row's own, from there in place.
+    """
+    (first, weight), *others = terms
+    if len(others) == 1:
+        torch.lerp(heard[first], heard[others[0][0]], others[0][1], out=own_C)
+    elif others:
+        total_C = torch.mul(heard[first], weight, out=own_C if first == i else sum_C)
+        for j, weight in others:
+            total_C = torch.add(total_C, heard[j], alpha=weight, out=own_C if j >= i else sum_C)
+
+
+def _weakened(row: Terms, i: int, gamma: float) -> Terms:
     """Return row i of gamma W + (1 - gamma) I."""
     return [(j, gamma * weight + (1 - gamma) * (j == i)) for j, weight in row]

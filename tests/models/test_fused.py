@@ -294,9 +294,10 @@ def test_a_compiled_block_leaves_its_gradients_to_autograd() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_without_gradients_the_results_are_the_same_bits(dtype: torch.dtype) -> None:
-    x = randn(B, T, D, seed=0, dtype=dtype)
+    rows = op.FEW_ROWS + 1  # fewer go other ways
+    x = randn(1, rows, D, seed=0, dtype=dtype)
     weight = randn(V, D, seed=1, dtype=torch.promote_types(dtype, torch.float32))
-    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(V, (1, rows), generator=torch.Generator().manual_seed(0))
     works: list[Callable[[Tensor], Tensor]] = [
         op.swiglu,
         lambda x: op.rms_norm(x, weight[0], 0.1),
@@ -306,7 +307,9 @@ def test_without_gradients_the_results_are_the_same_bits(dtype: torch.dtype) -> 
         trained = work(x.clone().requires_grad_())
         before = x.clone()
         assert trained.requires_grad
-        assert torch.equal(work(x), trained)
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                assert torch.equal(work(x), trained)
         assert torch.equal(x, before)
 
 
@@ -315,9 +318,9 @@ def test_only_what_runs_eagerly_on_a_cpu_is_by_hand(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fused.SwiGLU, "apply", lambda x: calls.append("swiglu") or x)
     x = randn(2, 4, seed=0)
     op.swiglu(x)
-    with torch.no_grad():
+    assert calls == ["swiglu"]
+    with torch.no_grad():  # where nothing needs to be kept
         op.swiglu(x)
-    assert calls == ["swiglu"] * 2
     torch.compile(op.swiglu, backend="eager", fullgraph=True)(x)
-    assert calls == ["swiglu"] * 2
+    assert calls == ["swiglu"]
     assert not op.fuses(torch.empty(1, device="meta"))

@@ -134,13 +134,14 @@ def test_linear_and_rms_norm_that_are_learned_from_are_those_of_torch_in_every_b
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_rms_norm_of_one_row_is_that_of_many(dtype: torch.dtype, close: float) -> None:
+def test_rms_norm_of_one_row_or_a_few_is_that_of_many(dtype: torch.dtype, close: float) -> None:
     x, weight = randn(1, 5, 96, dtype=dtype), randn(96, seed=1, dtype=dtype)
     expected = op.rms_norm(x, weight, 1e-2)
     with torch.no_grad():
-        for place in range(5):
-            row = op.rms_norm(x[:, place : place + 1], weight, 1e-2)
-            torch.testing.assert_close(row, expected[:, place : place + 1], rtol=close, atol=close)
+        for few in (1, 2, 5):
+            for place in range(6 - few):
+                rows = op.rms_norm(x[:, place : place + few], weight, 1e-2)
+                torch.testing.assert_close(rows, expected[:, place : place + few], rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("head_dim", [2, 6, 8])

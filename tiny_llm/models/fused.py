@@ -50,8 +50,6 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate)
-        if not ctx.needs_input_grad[0]:
-            return activated.mul_(up)
         ctx.save_for_backward(gate_up, activated)
         return activated * up
 

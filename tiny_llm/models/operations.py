@@ -94,8 +94,12 @@ def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, total: Tensor 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight (Zhang & Sennrich 2019, eq. 4) with weight [(N,) D]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype == weight.dtype == wide and x.numel() == x.shape[-1] and weight.dim() == 1 and _few_rows(x):
-        row = x.flatten()  # of one token, for which starting the steps below costs more than taking them
+    if (
+        x.dtype == weight.dtype == wide and weight.dim() == 1 and _few_rows(x)
+    ):  # where starting steps is what costs
+        if x.numel() > x.shape[-1]:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+        row = x.flatten()
         return x * weight / math.sqrt(row.dot(row).item() / len(row) + eps)
     if fuses(x):
         normed: Tensor = fused.RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -121,10 +125,12 @@ def gelu(x: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020, eq. 6) for gate and up side by side in the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if not torch.is_grad_enabled():
+        return functional.silu(gate).mul_(up)
     if fuses(gate_up):
         activated: Tensor = fused.SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
         return activated
-    gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 

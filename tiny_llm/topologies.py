@@ -15,7 +15,7 @@ One row a topology, with W its mixing matrices and J the matrix with 1/N everywh
   period             steps after which W repeats
   exact consensus    steps from the start of a period until every worker holds the mean of all
   spectral gap       of one period: 1 - largest singular value of (product of its W) - J; of one step of a
-                     random topology: 1 - sqrt(largest eigenvalue of E[W^T W] - J), over 1,024 draws
+                     random topology: 1 - sqrt(largest eigenvalue of E[W^T W] - J)
   floats sent        by a worker in an update, in units of its D parameters; the mean over workers and a
                      period (64 steps of a random topology)
 

@@ -75,12 +75,24 @@ def test_a_row_adds_what_was_there_before_the_step_by_ascending_worker(name: str
             mix_(arena, peers, gamma)
             for i, row in enumerate(peers):
                 weights = [(j, gamma * weight + (1 - gamma) * (j == i)) for j, weight in row]
-                expected = before[weights[0][0]] * weights[0][1]
+                expected, total = before[weights[0][0]], weights[0][1]
                 for j, weight in weights[1:]:
-                    expected = expected.add(before[j], alpha=weight)
-                if len(weights) == 2:
-                    expected = before[weights[0][0]].lerp(before[weights[1][0]], weights[1][1])
+                    total += weight
+                    expected = expected.lerp(before[j], weight / total)
                 assert torch.equal(arena[i], expected), (n, t, i)
+
+
+@pytest.mark.parametrize("name", TOPOLOGY_NAMES)
+def test_equal_rows_keep_their_bits(name: str) -> None:
+    """Three times 1/3 is more than 1 in fp32: rows that grow by that much a step drift over 100,000 of them."""
+    for n in sizes_of(name)[1:]:
+        topology = make_topology(name, n, seed=3)
+        arena = random_arena(1, 200, torch.float32).repeat(n, 1)
+        before = arena.clone()
+        for t in range(8):
+            if not shares_mean(topology.peers(t)):
+                mix_(arena, topology.peers(t), (1.0, 0.7)[t % 2])
+        assert torch.equal(arena, before), n
 
 
 def test_a_step_leaves_no_trace_beyond_its_rows() -> None:

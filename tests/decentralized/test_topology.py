@@ -7,7 +7,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ from tiny_llm.decentralized.topology import (
     TopologyError,
     check_doubly_stochastic,
     degree,
+    dense,
+    equidyn,
     floats_sent,
     make_topology,
     spectral_gap,
@@ -443,20 +445,31 @@ def test_spectral_gap_equals_the_closed_forms() -> None:
     assert gaps == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("n", [3, 4, 8])
-def test_spectral_gap_of_random_matching_is_near_its_expectation(n: int) -> None:
-    odd = (
-        n % 2
-    )  # W is a projection: E[W^T W] = E[W], a pair meets with probability 1/(n-1), or 1/n with an odd one
-    second_eigenvalue = 1 - n / (2 * (n - 1 + odd))
-    assert spectral_gap(make_topology("random_matching", n)) == pytest.approx(
-        1 - second_eigenvalue**0.5, abs=0.05
-    )
+def gap_over(steps: list[Matrix]) -> float:
+    """The gap of a random topology, of all its equally likely steps."""
+    square = sum(w.T @ w for w in steps) / len(steps)
+    return 1 - float(np.linalg.norm(square - 1 / len(square), ord=2)) ** 0.5
 
 
-def test_spectral_gap_of_equidyn_squares_the_matrix() -> None:
-    # N=3: one uniform pair a step, W^T W = I - 4/9 (its Laplacian), whose mean has the eigenvalue 1
-    assert spectral_gap(make_topology("equidyn", 3)) == pytest.approx(1 - (5 / 9) ** 0.5, abs=0.02)
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
+def test_spectral_gap_of_random_matching_is_that_of_all_matchings(n: int) -> None:
+    steps = []
+    for order in permutations(range(n)):
+        w = np.eye(n)
+        for i, j in zip(order[0::2], order[1::2], strict=False):
+            w[[i, j], :] = (w[i] + w[j]) / 2
+        steps.append(w)
+    assert spectral_gap(make_topology("random_matching", n)) == pytest.approx(gap_over(steps), abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 12])
+def test_spectral_gap_of_equidyn_is_that_of_all_its_steps(n: int) -> None:
+    steps = {
+        step.tobytes(): step for t in range(40 * n * n) for step in [make_topology("equidyn", n).matrix(t)]
+    }
+    pairs = [dense(equidyn(n, offset, start)) for offset in range(1, n) for start in range(n)]
+    assert set(steps) == {step.tobytes() for step in pairs}
+    assert spectral_gap(make_topology("equidyn", n)) == pytest.approx(gap_over(pairs), abs=1e-12)
 
 
 def test_the_room_needs_no_torch() -> None:

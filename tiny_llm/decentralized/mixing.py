@@ -106,17 +106,16 @@ def _read_later(terms: dict[int, Terms]) -> list[int]:
 
 
 def _combine_(own_C: Tensor, i: int, terms: Terms, heard: dict[int, Tensor], sum_C: Tensor) -> None:
-    """Make worker i's row the sum of its terms, whose weights add up to 1, in one pass if they are two.
+    """Make worker i's row the mean of its terms: each moves it by its share of the weights so far.
 
-    More are added in sum_C up to the row's own, from there in place.
+    In sum_C up to the row's own term, from there in place. Weights like 1/3, which do not add up to 1 in fp32,
+    would let the workers' mean grow step by step; shares do not, and equal rows stay what they are.
     """
-    (first, weight), *others = terms
-    if len(others) == 1:
-        torch.lerp(heard[first], heard[others[0][0]], others[0][1], out=own_C)
-    elif others:
-        total_C = torch.mul(heard[first], weight, out=own_C if first == i else sum_C)
-        for j, weight in others:
-            total_C = torch.add(total_C, heard[j], alpha=weight, out=own_C if j >= i else sum_C)
+    (first, total), *others = terms
+    mean_C = heard[first]
+    for j, weight in others:
+        total += weight
+        mean_C = torch.lerp(mean_C, heard[j], weight / total, out=own_C if j >= i else sum_C)
 
 
 def _weakened(row: Terms, i: int, gamma: float) -> Terms:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -63,9 +63,6 @@ TOPOLOGY_NAMES = (
 SAMPLED_STEPS = 64
 """How many steps stand for a topology that never repeats."""
 
-GAP_DRAWS = 1024
-"""How many steps estimate the spectral gap of a random topology; 64 would put it a quarter too low at N=8."""
-
 TOLERANCE = 1e-12
 """The largest rounding error of a sum or product of weights that still counts as exact."""
 
@@ -99,11 +96,7 @@ class Topology:
 
     def matrix(self, t: int) -> Matrix:
         """Return W at mixing step t, [N, N] float64; row i is what worker i takes."""
-        weights = np.zeros((self.num_models, self.num_models))
-        for worker, row in enumerate(self.peers(t)):
-            for peer, weight in row:
-                weights[worker, peer] = weight
-        return weights
+        return dense(self.peers(t))
 
     def _rows(self, t: int) -> SparseMatrix:
         if self.name in RANDOM_TOPOLOGY_NAMES:
@@ -186,8 +179,18 @@ def random_step(name: str, num_models: int, seed: int, t: int) -> SparseMatrix:
         pairs = list(zip(order[0::2], order[1::2], strict=False))  # an odd one stays
         return exchange(num_models, dict.fromkeys(pairs, Fraction(1, 2)))
     assert name == "equidyn", f"{name} is not drawn"
-    pairs = equidyn_pairs(num_models, rng)
-    return exchange(num_models, dict.fromkeys(pairs, Fraction(num_models - 1, num_models)))
+    if num_models == 1:
+        return exchange(1, {})
+    return equidyn(num_models, offset=int(rng.integers(1, num_models)), start=int(rng.integers(num_models)))
+
+
+def dense(rows: Sequence[Sequence[tuple[int, float]]]) -> Matrix:
+    """Return [N, N] float64 of each row's (column, weight) pairs."""
+    weights = np.zeros((len(rows), len(rows)))
+    for worker, row in enumerate(rows):
+        for peer, weight in row:
+            weights[worker, peer] = weight
+    return weights
 
 
 def hear_offsets(num_models: int, offsets: Iterable[int]) -> SparseMatrix:
@@ -235,12 +238,8 @@ def torus_pairs(num_models: int) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def equidyn_pairs(num_models: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Draw an offset and a start; going round from there, i pairs with i + offset if both are unpaired."""
-    if num_models == 1:
-        return []
-    offset = int(rng.integers(1, num_models))
-    start = int(rng.integers(num_models))
+def equidyn(num_models: int, offset: int, start: int) -> SparseMatrix:
+    """Going round from `start`, pair i with i + offset if both are unpaired; pairs take (N - 1) / N of each other."""
     paired: set[int] = set()
     pairs = []
     for step in range(num_models):
@@ -249,7 +248,7 @@ def equidyn_pairs(num_models: int, rng: np.random.Generator) -> list[tuple[int, 
         if i not in paired and j not in paired:
             paired |= {i, j}
             pairs.append((i, j))
-    return pairs
+    return exchange(num_models, dict.fromkeys(pairs, Fraction(num_models - 1, num_models)))
 
 
 def check_doubly_stochastic(topology: Topology, steps: int | None = None) -> None:
@@ -312,19 +311,27 @@ def spectral_gap(topology: Topology) -> float:
 
     rho is the most that a period can leave of the consensus error ||x - Jx||: gap 1 is exact consensus, gap 0
     leaves some error whole. For a random topology rho is the mean-square contraction of a single step: rho^2
-    is the largest eigenvalue of E[W^T W] - J (Boyd et al. 2006), estimated over GAP_DRAWS steps. (The product
-    of many random steps says less: where N is a power of two it soon hits J by luck.)
+    is the largest eigenvalue of E[W^T W] - J (Boyd et al. 2006). (The product of many random steps says less:
+    where N is a power of two it soon hits J by luck.)
     """
-    n = topology.num_models
     if topology.period is None:
-        mean_square = np.zeros((n, n))
-        for t in range(GAP_DRAWS):
-            weights = topology.matrix(t)
-            mean_square += weights.T @ weights / GAP_DRAWS
-        rho = math.sqrt(np.linalg.norm(mean_square - 1 / n, ord=2))
-    else:
-        product = np.eye(n)
-        for t in range(topology.period):
-            product = topology.matrix(t) @ product
-        rho = float(np.linalg.norm(product - 1 / n, ord=2))
-    return max(0.0, 1 - rho)
+        return 1 - math.sqrt(_mean_square_contraction(topology))
+    product = np.eye(topology.num_models)
+    for t in range(topology.period):
+        product = topology.matrix(t) @ product
+    return max(0.0, 1 - float(np.linalg.norm(product - 1 / topology.num_models, ord=2)))
+
+
+def _mean_square_contraction(topology: Topology) -> float:
+    """Return the largest eigenvalue of E[W^T W] - J of a random topology."""
+    n = topology.num_models
+    if n == 1:
+        return 0.0
+    if topology.name == "random_matching":  # W is a projection, and any two meet as often as any others
+        return 1 - n / (2 * (n - 1 + n % 2))
+    squares = np.zeros((n, n))
+    for offset in range(1, n):
+        weights = dense(equidyn(n, offset, start=0))
+        squares += weights.T @ weights / (n - 1)
+    shifted = [np.roll(row, -i) for i, row in enumerate(squares)]  # a random start makes the mean circulant
+    return max(0.0, float(np.fft.fft(np.mean(shifted, axis=0)).real[1:].max()))

@@ -10,7 +10,7 @@ def prepare(composed: Composed) -> None:
     plan = make_plan(composed.config())
     from tiny_llm.data.prepare import prepare
 
-    prepare(plan.config.data, plan.tokens, print)
+    prepare(plan.config.data, plan.targets_needed, print)
 
 
 main = hydra_door(prepare)

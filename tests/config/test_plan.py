@@ -47,6 +47,27 @@ def test_the_reference_run_has_its_budget(reference: Config) -> None:
     assert plan.cache_tokens_needed == 7 * 2 * 33_554_432 + 1
 
 
+@pytest.mark.parametrize(
+    ("passes", "context", "updates"),
+    [(2, 384, 349_525), (1, 384, 174_762), (3, 511, 197_000), (2, 512, 262_144)],
+)
+def test_a_cache_of_the_needed_size_lasts_though_every_pass_reads_whole_sequences(
+    passes: int, context: int, updates: int
+) -> None:
+    changes = [f"data.max_passes={passes}", f"model.context_length={context}", f"training.updates={updates}"]
+    small = [f"training.batch_tokens={context}", "training.tokens_per_parameter=null"]
+    plan = make_plan(compose(["data=c4", *changes, *small]).config())
+    group = plan.config.data.shuffle_group_size * plan.config.data.shard_tokens
+    whole, rest = divmod(plan.cache_tokens_needed - 1, group)
+    assert rest == 0
+
+    def lasts(cache_tokens: int) -> bool:
+        return (cache_tokens - 1) // context * context * passes >= plan.tokens
+
+    assert lasts(whole * group + 1)
+    assert not lasts((whole - 1) * group + 1)
+
+
 def test_boundaries_are_rounded_halves_of_exact_products(reference: Config) -> None:
     for tokens, epoch, batch in ((20, 0.5, 131072), (3, 0.1, 8192), (2.4, 0.3, 32768)):
         training = replace(

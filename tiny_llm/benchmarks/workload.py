@@ -28,12 +28,14 @@ from tiny_llm.training.tracking import open_tracker
 def flops_a_target(config: Config) -> int:
     """Return the model FLOPs of one training target, forward and backward.
 
-    6 a matmul parameter, the head counted once though it is tied, and 6 * layers * width * context for
-    causal attention (PaLM, Chowdhery et al. 2022, appendix B, halved for the causal mask).
+    6 a matmul parameter, a tied head counted once and what is only looked up not at all, and 6 * layers * heads *
+    head dimension * context for causal attention (PaLM, Chowdhery et al. 2022, appendix B, halved for the mask).
     """
     model = config.model
-    matmul = sum(spec.numel for spec in parameter_specs(model) if len(spec.shape) == 2)
-    return 6 * matmul + 6 * model.layers * model.width * model.context_length
+    looked_up = {"positions.weight"} if model.tied else {"positions.weight", "embedding.weight"}
+    specs = [spec for spec in parameter_specs(model) if len(spec.shape) == 2 and spec.name not in looked_up]
+    attention = model.layers * model.heads * model.head_width * model.context_length
+    return 6 * sum(spec.numel for spec in specs) + 6 * attention
 
 
 @contextlib.contextmanager

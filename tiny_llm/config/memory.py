@@ -1,7 +1,7 @@
 """How much memory training takes, estimated before torch is imported.
 
 An estimate to choose a micro-batch by, in bytes: the four arenas, what one micro-batch keeps for its backward
-pass, and one block of logits.
+pass, one block of logits, and where workers are batched the gradient of their heads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def training_bytes(config: Config, micro_batch_size: int, ranks: int = 1) -> int
     master = 8 if config.runtime.precision == "fp64" else 4
     arena = master * sum(padded(spec.numel) for spec in parameter_specs(config.model))
     workers = max(1, config.decentralized.num_models // ranks)
-    at_once = 1 if executes_looped(config) else workers
-    return 4 * workers * arena + at_once * micro_batch_size * sequence_bytes(config) + 4 * LOGIT_BLOCK_BYTES
+    looped = executes_looped(config)
+    at_once = 1 if looped else workers
+    head = 0 if looped else 2 * workers * config.model.vocab_size * config.model.width * master  # and scaled
+    kept = at_once * micro_batch_size * sequence_bytes(config)
+    return 4 * workers * arena + kept + head + 4 * LOGIT_BLOCK_BYTES
 
 
 def sequence_bytes(config: Config) -> int:
@@ -38,7 +41,8 @@ def sequence_bytes(config: Config) -> int:
     A layer keeps, a token: two residual inputs, two normed ones and the MLP's result (5 widths); q, rotated q
     and the attention's result, and k, rotated k and v (each pair once more where they are normed); gate, up and
     their product or up and its GELU, one more for the backward. A CPU keeps the attention weights of short
-    sequences; dropout writes all of them out.
+    sequences; dropout writes all of them out, and a heap that keeps what is freed, as a CPU's does, holds up to
+    twice as much.
     """
     model = config.model
     element = {"fp64": 8, "fp32": 4}.get(config.runtime.precision, 4)
@@ -49,7 +53,7 @@ def sequence_bytes(config: Config) -> int:
     kept = model.context_length * a_token * element
     rows = model.layers * model.heads * model.context_length  # of attention weights
     if model.dropout:  # the weights in fp32 and as they are multiplied, and what was dropped
-        kept += rows * model.context_length * (2 * element + 1)
+        kept += rows * model.context_length * (2 * element + 1) * (1 if on_cuda(config) else 2)
     elif model.context_length <= KEPT_WEIGHTS_LENGTH and not on_cuda(config):
         kept += rows * min(model.context_length, (model.context_length + ATTENTION_ROWS) // 2) * element
     return kept

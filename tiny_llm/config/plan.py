@@ -15,7 +15,7 @@ from tiny_llm.config.budget import epoch_boundaries
 from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.parameters import count_parameters, parameter_counts
 from tiny_llm.config.rates import first_adaptive_update, lr_factor, mixing_gamma
-from tiny_llm.config.schema import Config
+from tiny_llm.config.schema import Config, DataConfig
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,14 @@ class Plan:
         return (update + 1) // self.config.decentralized.mix_every - 1
 
     @property
+    def targets_needed(self) -> int:
+        """Training targets that data.max_passes must offer for `tokens` of them: each pass reads whole sequences."""
+        sequences = self.config.data.max_passes * self.config.model.context_length
+        return -(-self.tokens // sequences) * sequences
+
+    @property
     def cache_tokens_needed(self) -> int:
-        """Training tokens that a cache must hold: whole shuffle groups and one token of lookahead."""
-        data = self.config.data
-        group = data.shuffle_group_size * data.shard_tokens
-        targets = -(-self.tokens // data.max_passes)
-        return -(-targets // group) * group + 1
+        return cache_tokens(self.config.data, self.targets_needed)
 
     @property
     def memory_bytes(self) -> int:
@@ -143,6 +145,12 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "cache_tokens_needed": self.cache_tokens_needed,
         }
+
+
+def cache_tokens(data: DataConfig, targets: int) -> int:
+    """Training tokens of a cache for that many targets over all passes: whole shuffle groups and one token."""
+    group = data.shuffle_group_size * data.shard_tokens
+    return max(1, -(-targets // (data.max_passes * group))) * group + 1
 
 
 def make_plan(config: Config, ranks: int = 1) -> Plan:

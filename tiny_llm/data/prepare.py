@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiny_llm.config.errors import UserError
+from tiny_llm.config.plan import cache_tokens
 from tiny_llm.config.schema import DataConfig, HubCorpus
 from tiny_llm.data.cache import CacheError, TokenCache, cache_directory
 from tiny_llm.data.command import prepare_command
@@ -71,15 +72,8 @@ def verify(data: DataConfig, report: Report) -> TokenCache:
 
 
 def capacity(data: DataConfig, tokens_needed: int) -> int | None:
-    """Return how many training tokens to prepare: whole shuffle groups and one token of lookahead.
-
-    None means the whole corpus: local ones always are.
-    """
-    if not isinstance(data, HubCorpus):
-        return None
-    group = data.shuffle_group_size * data.shard_tokens
-    targets = -(-tokens_needed // data.max_passes)
-    return max(1, -(-targets // group)) * group + 1
+    """Return how many training tokens to prepare; None means the whole corpus: local ones always are."""
+    return cache_tokens(data, tokens_needed) if isinstance(data, HubCorpus) else None
 
 
 def _is_enough(cache: TokenCache, data: DataConfig, tokens_needed: int) -> bool:

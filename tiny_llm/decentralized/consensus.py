@@ -22,11 +22,11 @@ def consensus_error(
     apart = torch.zeros(1, dtype=torch.float64, device=rows_nD.device)
     length = torch.zeros_like(apart)
     for part_nC in torch.split(rows_nD, PART, dim=1):
-        mean_C = part_nC.sum(0)
+        mean_C = part_nC.sum(0, dtype=torch.float64)
         sum_(mean_C)
         mean_C /= number
-        apart += (part_nC - mean_C).square().sum(dtype=torch.float64)
-        length += mean_C.square().sum(dtype=torch.float64)
+        apart += (part_nC - mean_C).square().sum()
+        length += mean_C.square().sum()
     sum_(apart)
     error = float(apart) / number
     return error, error / max(float(length), 1e-300)

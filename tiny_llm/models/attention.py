@@ -114,7 +114,7 @@ def dropped_attention(q_MTHK: Tensor, k_MTGK: Tensor, v_MTGK: Tensor, rate: floa
     scores_MHTT = q_MHTK @ k_MHTK.mT / math.sqrt(q_MTHK.shape[-1])
     future_TT = torch.ones(length, length, dtype=torch.bool, device=q_MTHK.device).triu(1)
     wide = torch.promote_types(scores_MHTT.dtype, torch.float32)
-    weights_MHTT = torch.softmax(scores_MHTT.masked_fill(future_TT, -torch.inf), -1, wide)
+    weights_MHTT = torch.softmax(scores_MHTT.masked_fill_(future_TT, -torch.inf), -1, wide)
     by_worker = weights_MHTT.view(*key.shape[:-1], -1, *weights_MHTT.shape[1:])  # [(N,) B, H, T, T]
     dropped_MHTT = op.dropout(by_worker, rate, key).view_as(weights_MHTT)
     return (dropped_MHTT.to(q_MTHK.dtype) @ v_MHTK).transpose(1, 2)

@@ -188,17 +188,17 @@ def dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
     """
     own = x.shape[key.dim() - 1 :]
     first, second = (part.view(*part.shape, *[1] * len(own)) for part in key.unbind(-1))
-    place = torch.arange(math.prod(own), dtype=torch.int32, device=x.device).view(own)
-    bits = _scrambled(_scrambled(place ^ first) + second)
+    bits = torch.arange(math.prod(own), dtype=torch.int32, device=x.device).view(own) ^ first
+    _scramble_(_scramble_(bits).add_(second))
     threshold = min(round(rate * 2**32) - 2**31, 2**31 - 1)
-    return torch.where(bits >= threshold, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.masked_fill(bits < threshold, 0.0).div_(1 - rate)
 
 
-def _scrambled(bits: Tensor) -> Tensor:
-    """Return int32 with every bit depending on every bit (Wellons 2018, hash prospector's lowbias32)."""
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return bits ^ ((bits >> 16) & 0xFFFF)
+def _scramble_(bits: Tensor) -> Tensor:
+    """Make every bit of int32 depend on every bit (Wellons 2018, hash prospector's lowbias32), in place."""
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
 def cross_entropy_sum(

@@ -103,12 +103,12 @@ def prepare_caches(points: Sequence[Point]) -> None:
     from tiny_llm.data.prepare import ensure_cache
 
     largest: dict[DataConfig, Point] = {}
-    for point in sorted(points, key=lambda point: point.plan.tokens):
+    for point in sorted(points, key=lambda point: point.plan.targets_needed):
         largest[point.config.data] = point
     caches = {}
     for data, point in largest.items():
         with _as_if_typed(point.overrides):
-            caches[data] = ensure_cache(data, point.plan.tokens, print)
+            caches[data] = ensure_cache(data, point.plan.targets_needed, print)
     for point in points:
         data, length = point.config.data, point.config.model.context_length
         with _as_if_typed(point.overrides):

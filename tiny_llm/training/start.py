@@ -77,7 +77,7 @@ def _run(plan: Plan, resume: Resume | None, ranks: Ranks, device: torch.device, 
         if plan.config.init_from is not None:
             initial = open_pretrained(plan.config.init_from, plan.config.model)
     with ranks.first_alone():
-        cache = ensure_cache(plan.config.data, plan.tokens, print if ranks.first else lambda _: None)
+        cache = ensure_cache(plan.config.data, plan.targets_needed, print if ranks.first else lambda _: None)
     compare(ranks, {"token cache": cache.identity})
     check_capacity(cache, plan.config.data, plan.config.model.context_length, plan.tokens)
     if initial is not None:

@@ -19,6 +19,7 @@ setup: $(VENV)/installed
 
 $(VENV)/installed: $(SETTINGS)
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing what pyproject.toml names into $(VENV): a few minutes the first time"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 

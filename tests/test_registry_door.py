@@ -104,7 +104,7 @@ def test_an_entry_is_whole_or_absent(
         patch.setattr("tiny_llm.interop.entries.run_page", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ask("add", *words)
-    assert [path.name for path in (tmp_path / "r").iterdir()] == ["new.lock"]
+    assert [path.name for path in (tmp_path / "r").iterdir()] == []
     assert entries(tmp_path / "r") == []
     assert ask("add", *words, "to=flax")[2] == 0
     assert [entry.name for entry in entries(tmp_path / "r")] == ["new"]

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from tiny_llm.config.arguments import parse_arguments
-from tiny_llm.config.compose import user_errors_in_one_line
+from tiny_llm.config.compose import override_key, user_errors_in_one_line
+from tiny_llm.config.errors import nearest
+from tiny_llm.config.parse import all_keys, unknown_key
 from tiny_llm.config.schema import PositiveInt
 
 
@@ -36,9 +38,13 @@ def main() -> None:
         is_own = [word.partition("=")[0] in own or word in ("-h", "--help") for word in sys.argv[1:]]
         words = list(zip(sys.argv[1:], is_own, strict=True))
         arguments = parse_arguments("benchmark", BenchmarkArguments, [word for word, own in words if own])
+        others = [word for word, own in words if not own]
+        for key in map(override_key, others):
+            if nearest(key, own) and not nearest(key, all_keys()):
+                raise unknown_key(key, [*own])
         from tiny_llm.benchmarks.suite import run_suite
 
-        run_suite(arguments, [word for word, own in words if not own])
+        run_suite(arguments, others)
 
 
 if __name__ == "__main__":

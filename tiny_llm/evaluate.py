@@ -48,7 +48,7 @@ def main() -> None:
             saved = open_run(str(arguments.run), arguments.checkpoint, arguments.device)
         evaluator = Evaluator(saved.config, saved.cache, saved.device)
         evaluation = evaluator.full(saved.weights) if arguments.full else evaluator.subset(saved.weights)
-        split = "full" if arguments.full else "subset"
+        split = "full" if evaluation.targets == saved.cache.validation_tokens - 1 else "subset"
         print(json.dumps({"checkpoint": saved.checkpoint, "split": split, **vars(evaluation)}))
 
 

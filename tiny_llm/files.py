@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tiny_llm.config.errors import UserError
+from tiny_llm.config.errors import UserError, refusal
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Publish at `path` what `write` puts into a binary file; on any error the old file stays as it was."""
+    """Publish at `path` what `write` puts into a binary file; on any error the old file stays as it was.
+
+    Raises OSError naming `path` where the system refuses.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -22,8 +25,13 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except Exception as error:
+        if (refused := refusal(error)) is None:
+            raise
+        raise OSError(refused[0].errno, refused[0].strerror, str(path)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 

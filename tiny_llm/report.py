@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -135,7 +134,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main(sys.argv[1:])

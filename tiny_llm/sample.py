@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tiny_llm.config.arguments import parse_arguments
 from tiny_llm.config.compose import compose, user_errors_in_one_line
 from tiny_llm.config.errors import ConfigError
-from tiny_llm.config.schema import Count, NonNegative, PositiveInt, Share
+from tiny_llm.config.schema import NonNegative, PositiveInt, Seed, Share
 
 if TYPE_CHECKING:
     from tiny_llm.training.sampling import TextSampler
@@ -35,7 +35,7 @@ class SampleArguments:
     temperature: NonNegative = 0.8
     top_k: PositiveInt | None = 50
     top_p: Share | None = None
-    seed: Count = 0
+    seed: Seed = 0
     device: str = "auto"
 
 

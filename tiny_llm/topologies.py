@@ -25,12 +25,13 @@ A drawing shows all steps of a period, or three draws of a random topology.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiny_llm import files
+from tiny_llm.config.compose import user_errors_in_one_line
 from tiny_llm.config.errors import UserError, nearest
 from tiny_llm.decentralized.topology import (
     RANDOM_TOPOLOGY_NAMES,
@@ -68,12 +69,12 @@ class Request:
     plot: Path | None
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table, draw the graphs if asked to; return the exit code (2 for a wrong argument)."""
+def main(arguments: list[str]) -> None:
+    """Print the table, draw the graphs if asked to. Mistakes end in one line on stderr and exit code 2."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        return 0
-    try:
+        return
+    with user_errors_in_one_line():
         request = parse(arguments)
         topologies = {name: build(name, request) for name in request.names}
         show(comparison(request.num_models, topologies))
@@ -81,10 +82,6 @@ def main(arguments: list[str]) -> int:
             allowed = [topology for topology in topologies.values() if isinstance(topology, Topology)]
             draw(allowed, request.plot)
             print(f"drawn in {request.plot}")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
 
 
 def parse(arguments: list[str]) -> Request:
@@ -219,14 +216,8 @@ def draw(topologies: list[Topology], path: Path) -> None:
         panel.set_axis_off()
     for panel, topology in zip(panels, topologies, strict=False):
         draw_graph(panel, topology)
-    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"plot={path}: cannot be written ({error.strerror}); name another file") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    kind = path.suffix.lower().removeprefix(".")
+    files.write_whole(path, lambda file: figure.savefig(file, format=kind, dpi=150))
 
 
 def draw_graph(panel: Axes, topology: Topology) -> None:
@@ -291,4 +282,4 @@ def draw_edges(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tiny_llm.config.compose import compose, config_groups
-from tiny_llm.config.errors import ConfigError
+from tiny_llm.config.compose import compose, config_groups, user_errors_in_one_line
+from tiny_llm.config.errors import ConfigError, UserError
 from tiny_llm.config.plan import make_plan
 from tiny_llm.config.saved import plain, read_yaml, recipe_identity, to_yaml
 
@@ -67,7 +68,14 @@ def test_the_optimizer_follows_the_scheme_and_stays_overridable(
         (["schedule.min_lr_ratio=1", "schedule=wsd"], "unknown key 'schedule.min_lr_ratio'"),
         (["~optimizer.lr"], "optimizer.lr is missing"),
         (["optimizer.lr"], "write key=value"),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: expected a number >= 0"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: expected a finite number >= 0"),
+        (["runtime.seed=-1"], "runtime.seed=-1: expected an integer >= 0 and <= 4294967295"),
+        (["optimizer.lr=1" + "0" * 400], "expected a number >= 0"),
+        (
+            ["sweep_name=../there"],
+            "sweep_name=../there: expected the name of one directory below outputs/sweeps",
+        ),
+        (["sweep_name=.."], "expected the name of one directory"),
         (["optimizer.lr=inf"], "optimizer.lr=inf"),
         (["optimizer.lr=-1"], "optimizer.lr=-1: expected a number >= 0"),
         (["optimizer.beta1=1"], "optimizer.beta1=1: expected a number >= 0 and < 1"),
@@ -95,6 +103,30 @@ def test_a_mistake_says_key_value_and_way_out(overrides: list[str], words: str) 
     with pytest.raises(ConfigError) as caught:
         compose(overrides).config()
     assert words in str(caught.value)
+
+
+def test_ctrl_c_and_what_the_system_refuses_end_a_door_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for error, code, printed in (
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left", "x/y.json"),
+            2,
+            "error: x/y.json: the disk is full; free space\n",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x"),
+            2,
+            "error: x: permission denied; choose another",
+        ),
+        (UserError("two\nlines"), 2, "error: two lines\n"),
+    ):
+        with pytest.raises(SystemExit) as end, user_errors_in_one_line():
+            raise error
+        assert (end.value.code, capsys.readouterr().err.startswith(printed)) == (code, True)
+    with pytest.raises(FileNotFoundError), user_errors_in_one_line():
+        raise FileNotFoundError(errno.ENOENT, "No such file", "inside")  # ours to mend: the traceback stays
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

@@ -68,6 +68,12 @@ def test_a_cache_of_the_needed_size_lasts_though_every_pass_reads_whole_sequence
     assert not lasts((whole - 1) * group + 1)
 
 
+def test_an_epoch_to_keep_that_the_run_does_not_reach_is_refused() -> None:
+    changes = ["training.checkpoint_policy=explicit", "training.checkpoint_epochs=[40,41]"]
+    with pytest.raises(ConfigError, match=r"checkpoint_epochs=\[40, 41\]: the run has 40 epochs"):
+        make_plan(compose(changes).config())
+
+
 def test_boundaries_are_rounded_halves_of_exact_products(reference: Config) -> None:
     for tokens, epoch, batch in ((20, 0.5, 131072), (3, 0.1, 8192), (2.4, 0.3, 32768)):
         training = replace(

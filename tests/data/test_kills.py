@@ -100,7 +100,7 @@ def test_kill_9_at_twenty_moments_changes_not_one_byte(tmp_path: Path, corpus: P
     assert "cache.preparing" in seen, "no kill came in the middle of a preparation"
     assert start(cache, corpus).wait() == 0
     assert files_of(cache) == expected
-    assert sorted(path.name for path in cache.parent.iterdir()) == ["cache", "cache.lock"]
+    assert sorted(path.name for path in cache.parent.iterdir()) == ["cache"]
 
 
 def test_tokenizer_processes_do_not_outlive_a_killed_parent(tmp_path: Path, corpus: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_interrupt_cancels_drains_and_leaves_nothing(tmp_path: Path, corpus: 
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert are_gone(started)
-    assert [path.name for path in tmp_path.iterdir()] == ["cache.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_tokenizer_processes_ignore_an_interrupt(tmp_path: Path, corpus: Path) -> None:
@@ -214,7 +214,27 @@ def test_a_replacement_that_fails_at_any_step_leaves_one_of_the_two(
             (staging / "file").write_text("new")
     with locked(cache, waiting=None):
         assert files_of(cache)["file"] in (b"old", b"new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_who_waited_for_a_lock_holds_one_that_others_see(tmp_path: Path) -> None:
+    directory, waits, entered, done = tmp_path / "cache", *(threading.Event() for _ in range(3))
+
+    def wait_and_hold() -> None:
+        with locked(directory, waiting=lambda _: waits.set()):
+            entered.set()
+            done.wait(60)
+
+    waiter = threading.Thread(target=wait_and_hold)
+    with locked(directory, waiting=None):
+        waiter.start()
+        assert waits.wait(60)
+    assert entered.wait(60), "the first holder has removed the file that the second had opened"
+    with pytest.raises(BusyError), locked(directory, waiting=None):
+        pass
+    done.set()
+    waiter.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_preparations_are_kept_apart(tmp_path: Path, corpus: Path) -> None:
@@ -264,4 +284,4 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(
     with pytest.raises(UserError, match=r"no space left on the disk.*data\.cache_dir=DIRECTORY") as refused:
         ensure_cache(data, 0, lambda line: None)
     assert "\n" not in str(refused.value)
-    assert [path.name for path in small_disk.iterdir()] == ["cache.lock"]
+    assert [path.name for path in small_disk.iterdir()] == []

@@ -196,7 +196,7 @@ def test_training_refuses_too_small_a_cache_and_prepare_enlarges_it(
     assert opened == ["r", ListCorpus.revision], "a larger cache extends the same commit"
     assert ensure_cache(data, 1001, silent).identity == large.identity
     assert prepare(data, 5, silent).identity == large.identity
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
 
 
 def test_prepare_verifies_an_existing_cache(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_an_error_in_the_corpus_leaves_nothing(tmp_path: Path) -> None:
         data = text_settings(tmp_path / "x", path, tokenizer=str(tmp_path / "t"), prepare_workers=workers)
         with pytest.raises(UserError, match=r"a\.jsonl, line 201"):
             ensure_cache(data, 0, silent)
-        assert [entry.name for entry in (tmp_path / "x").iterdir()] == ["cache.lock"]
+        assert [entry.name for entry in (tmp_path / "x").iterdir()] == []
 
 
 def test_progress_and_totals_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

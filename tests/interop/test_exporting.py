@@ -201,7 +201,7 @@ def test_an_export_that_computes_something_else_is_not_kept(
     monkeypatch.setattr(exporting, "to_theirs", tampered)
     with pytest.raises(VerificationError, match=words):
         export(request(run_of("llama", 1), dtype=dtype), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_a_tokenizer_that_gives_other_ids_is_not_kept(
@@ -285,7 +285,7 @@ def test_an_export_that_fails_leaves_nothing_and_what_a_kill_left_is_cleared(
         patch.setattr(exporting, "model_card", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export(request(run_of("llama", 1), verify=False), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == []
     export(request(run_of("llama", 1), verify=False), tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ExchangeError, match="exists already"):

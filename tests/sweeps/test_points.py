@@ -32,6 +32,7 @@ def test_a_name_is_safe_in_shells_paths_and_overrides() -> None:
     name = point_name(overrides, {"data.paths", "sample_prompt", "optimizer.lr"}, "0123456789")
     assert name == "paths-a-b-.txt-rm+sample_prompt-x+lr-1e-4+01234567"
     assert compose([f"output_dir={name}"]).values["output_dir"] == name
+    assert point_name(["optimizer.lr=1e+30"], {"optimizer.lr"}, "0123456789") == "lr-1e30+01234567"
 
 
 def test_a_long_name_keeps_what_was_typed_last() -> None:

@@ -64,8 +64,8 @@ def wait_until_running(process: multiprocessing.process.BaseProcess, run: Path) 
         time.sleep(0.005)
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
+def rows_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    path = run / name
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 

@@ -178,6 +178,10 @@ def test_a_small_nucleus_is_greedy(door: Callable[..., tuple[str, str, object]])
     [
         ([], "either prompt=TEXT or prompts=[TEXT, TEXT]"),
         (["prompt=a", "prompts=[b]"], "either prompt=TEXT or prompts=[TEXT, TEXT]"),
+        (
+            ["prompt=a", "seed=99999999999999999999999"],
+            "seed=99999999999999999999999: expected an integer >= 0",
+        ),
         (["prompt=a", "top_p=0"], "top_p=0: expected a number > 0 and <= 1"),
         (["prompt=a", "num_samples=0"], "num_samples=0"),
     ],

@@ -56,7 +56,7 @@ def train_row(update: int, loss: float = 3.25, workers: int = 1) -> dict[str, An
     row = {"event": "train", "update": update, "epoch": 1.5, "tokens": update * BATCH_TOKENS, "loss": loss}
     row |= {"lr": 0.003, "grad_norm": 0.5, "tokens_per_second": 12345.6, "seconds": 1.0, "data_seconds": 0.1}
     if workers > 1:
-        row |= {"local_losses": [loss + 0.5 * i for i in range(workers)], "consensus_error": 0.0123}
+        row |= {"local_losses": [loss + 0.5 * i for i in range(workers)], "relative_consensus_error": 0.0123}
     return row
 
 

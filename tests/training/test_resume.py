@@ -23,6 +23,7 @@ from running import (
 
 from tiny_llm.config.errors import UserError
 from tiny_llm.training.checkpoint import load_state, save_state
+from tiny_llm.training.saved_run import open_run
 
 PACKED = ["decentralized=awc", "decentralized.num_models=4", "topology=one_peer_ring"]
 ADAPTIVE = ["adaptive_consensus=on", "adaptive_consensus.start_frac=0.3", "adaptive_consensus.p=1"]
@@ -124,7 +125,7 @@ def test_twenty_kills_change_no_bit(packed: Path, tiny_overrides: list[str], tmp
         assert_same_run(run, packed)
 
 
-def test_damage_is_named(single: Path, tmp_path: Path) -> None:
+def test_damage_is_named(single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(single, run)
     content = bytearray((run / "final.pt").read_bytes())
@@ -132,8 +133,48 @@ def test_damage_is_named(single: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"final\.pt is damaged"):
         train(f"resume={run / 'final.pt'}")
     (run / "result.json").unlink()
+    (run / "status.json").write_text("[]")
+    capsys.readouterr()
     train(f"resume={run}")  # the newest whole one: epoch-004
     assert_same_run(run, single)
+    warning = (
+        f"warning: {run / 'final.pt'} is damaged: it is cut short or no training state; epoch-004.pt is used"
+    )
+    assert warning in capsys.readouterr().err
+
+
+def test_weights_with_a_flipped_bit_and_a_changed_recipe_are_named(single: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(single, run)
+    path = run / "epoch-002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    open_run(str(run), "epoch-003.safetensors", "cpu")
+    with pytest.raises(UserError, match=r"epoch-002\.safetensors is damaged: its bytes are not those"):
+        open_run(str(run), path.name, "cpu")
+    settings = (run / "resolved.yaml").read_text()
+    assert "  lr: 0.0056\n" in settings
+    (run / "resolved.yaml").write_text(settings.replace("  lr: 0.0056\n", "  lr: 0.0057\n"))
+    for name in ("epoch-003.safetensors", "epoch-003.pt", "final.pt"):
+        with pytest.raises(
+            UserError, match=rf"{name} belongs to another recipe .* restore the resolved\.yaml"
+        ):
+            open_run(str(run), name, "cpu")
+    (run / "resolved.yaml").write_text(settings.replace("  lr:", "  lrr:"))
+    with pytest.raises(UserError, match=r"resolved\.yaml: unknown key 'optimizer\.lrr'"):
+        open_run(str(run), None, "cpu")
+
+
+def test_a_run_that_ended_before_it_kept_anything_is_told_so(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(*tiny_overrides, "training.checkpoint_policy=none", f"output_dir={run}")
+    with pytest.raises(UserError, match=r"already holds a run; it kept no state to continue: remove it"):
+        train(*tiny_overrides, f"output_dir={run}")
+    with pytest.raises(UserError, match=r"no training state to resume from; remove it and start again"):
+        train(f"resume={run}")
 
 
 def test_a_flipped_bit_in_a_state_is_named(single: Path, tmp_path: Path) -> None:

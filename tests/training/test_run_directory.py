@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ import torch
 from running import rows_of, start, status_of, train, wait_until_running
 
 from tiny_llm import evaluate, sample
+from tiny_llm.config.compose import user_errors_in_one_line
 from tiny_llm.config.errors import UserError
 from tiny_llm.training.engine import Engine
+from tiny_llm.training.loop import Trainer
+from tiny_llm.training.run_directory import Rows
 
 
 def test_a_directory_with_a_run_is_refused(tiny_overrides: list[str], tmp_path: Path) -> None:
@@ -132,6 +136,59 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(
         assert not list(run.rglob("*.tmp"))
         train(f"resume={run}", "training.checkpoint_policy=final", f"output_dir={tmp_path / 'elsewhere'}")
     assert status_of(tmp_path / "elsewhere") == "complete"
+
+
+def test_rows_wait_for_space_on_a_full_disk_and_stay_whole(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with small_disk(tmp_path / "disk", 64) as disk:
+        rows = Rows(disk / "rows.jsonl")
+        rows.append([{"update": 0}], warnings.append)
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 1024)
+        long = "y" * 5000  # more than is left of the page that the first row began
+        for update in (1, 2, 3):
+            rows.append([{"update": update, "long": long}], warnings.append)
+            assert rows_of(disk, "rows.jsonl") == [{"update": 0}]
+        with pytest.raises(OSError, match=r"No space left on device: .*rows\.jsonl"):
+            rows.synced_bytes()
+        assert warnings == [
+            f"warning: {disk / 'rows.jsonl'}: the disk is full; rows wait in memory until there is space"
+        ]
+        filler.unlink()
+        rows.append([{"update": 4}], warnings.append)
+        assert [row["update"] for row in rows_of(disk, "rows.jsonl")] == [0, 1, 2, 3, 4]
+        assert rows.synced_bytes() == (disk / "rows.jsonl").stat().st_size
+        rows.close()
+    assert len(warnings) == 1
+
+
+def test_a_disk_that_fills_up_during_a_run_is_told_in_one_line_and_in_its_status(
+    tiny_overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        advance = Trainer.advance
+
+        def fill_at_first_update(trainer: Trainer, stream: Any) -> None:
+            advance(trainer, stream)
+            if trainer.update == 1:
+                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+                    while True:
+                        file.write(b"x" * 1024)
+
+        monkeypatch.setattr(Trainer, "advance", fill_at_first_update)
+        run = disk / "run"
+        with pytest.raises(SystemExit, match="2"), user_errors_in_one_line():
+            train(*tiny_overrides, f"output_dir={run}")
+        printed = capsys.readouterr()
+        assert "metrics.jsonl: the disk is full; rows wait in memory" in printed.out
+        assert printed.err == f"error: {run / 'best.json'}: the disk is full; free space\n"
+        assert status_of(run) == "failed"
+        assert json.loads((run / "status.json").read_text())["error"].startswith("OSError: [Errno 28]")
 
 
 def test_a_full_disk_at_a_recovery_checkpoint_stops_nothing(

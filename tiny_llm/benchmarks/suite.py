@@ -20,6 +20,7 @@ from tiny_llm.benchmarks.table import print_results
 from tiny_llm.config.compose import compose
 from tiny_llm.config.errors import UserError
 from tiny_llm.config.plan import make_plan
+from tiny_llm.config.validation import check_writable
 
 if TYPE_CHECKING:
     from tiny_llm.benchmark import BenchmarkArguments
@@ -36,16 +37,19 @@ def run_suite(arguments: BenchmarkArguments, overrides: list[str]) -> None:
     """Run one kind of benchmark, print its table and, with json=PATH, write its numbers."""
     overrides = [*_defaults(arguments), *overrides]
     make_plan(compose(overrides).config())  # refuse a mistake before anything is measured
+    path = Path(arguments.json) if arguments.json is not None else None
+    if path is not None:
+        check_writable(str(path.parent), "json")
+        if path.is_dir():
+            raise UserError(f"json={path} is a directory; name a file")
     results: list[Result] = []
     for measurement in _measurements(arguments, overrides):
         for result in _in_own_process(measurement):
             results.append(result)
             print(f"measured {_in_short(result)}", flush=True)
     print_results(arguments.kind, overrides, results)
-    if arguments.json is not None:
-        path = Path(arguments.json)
-        if not path.parent.is_dir():
-            raise UserError(f"json={path}: {path.parent} is no directory")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, json.dumps({"overrides": overrides, "results": results}, indent=2) + "\n")
 
 

@@ -20,7 +20,7 @@ from tiny_llm.distributed.ranks import Ranks
 from tiny_llm.training.device import prepare_torch, settle_runtime
 from tiny_llm.training.loop import Trainer
 from tiny_llm.training.progress import Progress
-from tiny_llm.training.run_directory import Metrics, RunDirectory
+from tiny_llm.training.run_directory import Rows, RunDirectory
 from tiny_llm.training.signals import StopSignals
 from tiny_llm.training.tracking import open_tracker
 
@@ -46,7 +46,7 @@ def trainer_of(plan: Plan, ranks: Ranks | None = None) -> Iterator[Trainer]:
     with tempfile.TemporaryDirectory() as place, open(Path(place) / "run.log", "w") as log:
         cache = random_cache(Path(place) / "cache", plan)
         directory = RunDirectory(Path(place) / "run")
-        with directory.locked(), contextlib.closing(Metrics(directory / "metrics.jsonl")) as metrics:
+        with directory.locked(), contextlib.closing(Rows(directory / "metrics.jsonl")) as metrics:
             tracker = open_tracker("none", directory.path, {}, "benchmark", 0)
             trainer = Trainer(plan, directory, cache, device, metrics, tracker, StopSignals(), ranks)
             trainer.progress = Progress(plan.updates, plan.tokens, 0, stream=log)

@@ -30,6 +30,12 @@ def parse_arguments(door: str, arguments: type[Arguments], argv: list[str] | Non
         if key not in hints:
             raise unknown_key(key, keys_of(arguments))
         values[key] = text if hints[key] is str else _value(text, hints[key])
+    for entry in dataclasses.fields(arguments):  # type: ignore[arg-type]
+        if entry.default is dataclasses.MISSING and entry.name not in values:
+            what = describe(hints[entry.name])
+            raise ConfigError(
+                f"{entry.name} is missing: add {entry.name}=... ({what}); all keys: python -m tiny_llm.{door} --help"
+            )
     return parse_section(arguments, values)
 
 
@@ -37,11 +43,12 @@ def _value(text: str, hint: object) -> object:
     """Return a word as null, a truth value or a number where it reads as one and the key could take it."""
     if any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
         return _list(text, hint)
-    constants: dict[str, object] = {"null": None, "true": True, "false": False}
-    if text in constants:
-        return constants[text]
+    if text == "null":
+        return None
     if str in get_args(hint):
         return text
+    if text in ("true", "false"):
+        return text == "true"
     for number in (int, float):
         try:
             return number(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_llm.config.budget import drop_other_measure
-from tiny_llm.config.errors import ConfigError, UserError, nearest
+from tiny_llm.config.errors import ConfigError, UserError, nearest, refusal
 from tiny_llm.config.parse import all_keys, parse_config, unknown_key
 from tiny_llm.config.placement import Placement, find_placement
 from tiny_llm.config.schema import Config
@@ -91,6 +91,10 @@ def check_overrides(overrides: list[str]) -> None:
                 unknown_key(key, keys)
                 if nearest(key, keys)
                 else unknown_key(key, [*groups, "training", "evaluation"])
+            )
+        if key == "sweep_name" and ("/" in text or text.partition("=")[2].strip("'\"") in ("", ".", "..")):
+            raise ConfigError(
+                f"{text}: expected the name of one directory below outputs/sweeps, such as first-sweep"
             )
         if key in groups:
             _check_option(key, text.partition("=")[2], groups[key])
@@ -202,9 +206,9 @@ def _check_sweeping(overrides: list[str], multirun: bool, sweeps: bool) -> None:
 
 
 class user_errors_in_one_line:
-    """Print a UserError as one line on stderr and exit with code 2, without a traceback.
+    """Print a UserError, and what the system refuses, as one line on stderr and exit with code 2.
 
-    A reader that went away (`| head`) ends the door as it ends other tools: quietly, with 128 + SIGPIPE.
+    Ctrl-C, and a reader that went away (`| head`), end the door as they end other tools: with 128 and the signal.
     """
 
     def __enter__(self) -> None:
@@ -214,6 +218,11 @@ class user_errors_in_one_line:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
+        if isinstance(error, OSError) and (refused := refusal(error)):
+            error = UserError(f"{refused[0].filename or 'a file'}: {refused[1]}")
         if isinstance(error, UserError):
             print(f"error: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(2) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -53,7 +54,10 @@ def parse_value(hint: Any, value: Any, path: str) -> Any:
         accepted, result = _convert(option, value)
         if accepted:
             return result
-    raise ConfigError(f"{path}={show(value)}: expected {describe(hint)}{_near_literal(options, value)}")
+    expected = describe(hint)
+    if isinstance(value, float) and not math.isfinite(value):
+        expected = expected.replace("a number", "a finite number")
+    raise ConfigError(f"{path}={show(value)}: expected {expected}{_near_literal(options, value)}")
 
 
 def keys_of(section: Any) -> list[str]:
@@ -121,7 +125,7 @@ def _convert(option: Any, value: Any) -> tuple[bool, Any]:
 
 
 def _convert_number(base: type, bound: Bound | None, value: Any) -> tuple[bool, Any]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return False, None
     if base is int and value != int(value):
         return False, None

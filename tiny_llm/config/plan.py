@@ -158,6 +158,13 @@ def make_plan(config: Config, ranks: int = 1) -> Plan:
     parameters = count_parameters(config.model)
     boundaries = epoch_boundaries(config.training, parameters)
     plan = Plan(config, parameters, boundaries, _micro_batch_size(config, ranks), ranks)
+    epochs = config.training.checkpoint_epochs
+    listed = () if isinstance(epochs, int) else epochs
+    if config.training.checkpoint_policy == "explicit" and max(listed, default=0) > len(boundaries):
+        raise ConfigError(
+            f"training.checkpoint_epochs={list(listed)}: the run has {len(boundaries)} epochs; name epochs from 1 "
+            f"to {len(boundaries)}"
+        )
     adaptive = config.adaptive_consensus
     if (
         adaptive.p

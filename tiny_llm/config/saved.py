@@ -104,6 +104,9 @@ def read_yaml(path: Path) -> Config:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:
         raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is damaged: it holds no mapping")
-    return parse_config({str(key): value for key, value in values.items()})
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{path} is damaged: it holds no settings; restore a copy of it")
+    try:
+        return parse_config({str(key): value for key, value in values.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -30,7 +30,7 @@ class Bound:
 
     def __str__(self) -> str:
         limits = [
-            f"{sign} {limit:g}"
+            f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
             for sign, limit in (
                 (">", self.over),
                 (">=", self.at_least),

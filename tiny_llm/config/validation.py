@@ -125,10 +125,10 @@ def _validate_decentralized(config: Config, chosen: frozenset[str]) -> None:
         raise ConfigError("adaptive_consensus.start_frac and .p would be ignored; add adaptive_consensus=on")
 
 
-def check_writable(directory: str) -> None:
-    """Raise ConfigError when no run can be made in `directory`."""
+def check_writable(directory: str, key: str = "output_dir") -> None:
+    """Raise ConfigError when nothing can be made in `directory`, which `key` names."""
     parent = os.path.abspath(directory)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
-        raise ConfigError(f"output_dir={directory}: cannot write below {parent}; choose another output_dir")
+        raise ConfigError(f"{key}={directory}: cannot write below {parent}; choose another {key}")

@@ -3,7 +3,7 @@
 A directory is built beside its final name (`NAME.preparing`), flushed to the disk and renamed. One that
 replaces an older one first moves that aside (`NAME.replaced`); when a kill falls between the two renames,
 the next holder of the lock (`NAME.lock`) moves it back. The lock is the kernel's (flock) and ends with the
-process that holds it, so whoever holds it may remove what killed processes left.
+process that holds it, so whoever holds it may remove what killed processes left, and the lock's file in the end.
 """
 
 from __future__ import annotations
@@ -34,19 +34,33 @@ def locked(directory: Path, waiting: Callable[[str], None] | None) -> Iterator[N
     While another process holds it: wait after telling `waiting` so, or raise BusyError when that is None.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with beside(directory, "lock").open("a+b", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"{directory} is being prepared by process {_holder(file)}"
-            if waiting is None:
-                raise BusyError(f"{message}; wait until it has ended") from None
-            waiting(f"{message}; waiting until it has ended")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    path = beside(directory, "lock")
+    with contextlib.ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+b", buffering=0))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{directory} is being prepared by process {_holder(file)}"
+                if waiting is None:
+                    raise BusyError(f"{message}; wait until it has ended") from None
+                waiting(f"{message}; waiting until it has ended")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(path, file):
+                break  # else its holder removed it meanwhile, and another process may hold a new one
+        stack.callback(path.unlink, missing_ok=True)
         file.truncate(0)
         file.write(str(os.getpid()).encode())
         _recover(directory)
         yield
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _holder(file: BinaryIO) -> str:

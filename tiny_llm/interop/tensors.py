@@ -1,18 +1,19 @@
 """Weights as safetensors: whole files out, and in again with every damage named.
 
 In flow tensors of any layout (views of one arena, transposed, shared); out flow files in which each name has
-bytes of its own. Reading follows a `model.safetensors.index.json` to its shards. Nothing here knows what the
-names mean.
+bytes of its own and the file has their SHA-256, which is compared when they are read again. Reading follows a
+`model.safetensors.index.json` to its shards. Nothing here knows what the names mean.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from tiny_llm import files
@@ -20,6 +21,7 @@ from tiny_llm.config.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CHECKSUM = "tiny_llm_sha256"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -27,14 +29,25 @@ class ExchangeError(UserError):
     """Weights or a directory that cannot be read, written or expressed; the message names the cause."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Publish tensors as they are, each with its own bytes, on the CPU and in the format of PyTorch."""
     own = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
     }
-    content = save(own, {"format": "pt"})
+    content = save(own, {"format": "pt", **(metadata or {}), CHECKSUM: checksum(own)})
     files.write_whole(path, lambda file: file.write(content))
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of names, types, shapes and contiguous bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def converted(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
@@ -63,13 +76,20 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one safetensors file."""
+    """Return the tensors of one safetensors file. Raises ExchangeError for other bytes than those written."""
     if not path.is_file():
         raise ExchangeError(f"{path} does not exist")
     try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise ExchangeError(f"{path} is damaged or cut short: {error}; fetch or export it again") from None
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            written = (file.metadata() or {}).get(CHECKSUM)
+    except (SafetensorError, OSError):
+        raise ExchangeError(f"{path} is damaged or cut short; fetch or export it again") from None
+    if written not in (None, checksum(tensors)):
+        raise ExchangeError(
+            f"{path} is damaged: its bytes are not those that were written; restore a copy of it"
+        )
+    return tensors
 
 
 def _read_shards(directory: Path) -> dict[str, Tensor]:

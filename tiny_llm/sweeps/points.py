@@ -121,7 +121,8 @@ def point_name(overrides: Sequence[str], swept: set[str], identity: str) -> str:
     readable = []
     for text in overrides:
         if override_key(text) in swept:
-            value = re.sub(r"[^A-Za-z0-9._-]+", "-", text.partition("=")[2]).strip("-.")
+            value = re.sub(r"(?<=\de)\+", "", text.partition("=")[2])  # 1e+30 is not 1e-30
+            value = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-.")
             readable.append(f"{override_key(text).rpartition('.')[2]}-{value}")
     while len("+".join(readable)) > LONGEST_NAME:
         del readable[0]  # what was typed last is what was varied last

@@ -7,9 +7,10 @@ metrics.jsonl it goes with. Weights to share are safetensors under the names of 
 
 from __future__ import annotations
 
-import errno
-import os
+import contextlib
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tiny_llm import files
-from tiny_llm.config.errors import UserError
+from tiny_llm.config.errors import UserError, refusal
+from tiny_llm.interop.tensors import write_tensors
 
 FORMAT = 1
 STATE_FILES = ("final.pt", "recovery.pt", "epoch-*.pt")
@@ -29,33 +31,34 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be written or read; the message names the file."""
 
 
+class DamagedRecordError(ValueError):
+    """A record of a state whose bytes are not those that were written."""
+
+
 def save_state(path: Path, state: State) -> None:
     """Publish a training state. Raises CheckpointError, leaving the file that was there before."""
-    _publish(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+    with _publishing(path):
+        files.write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Publish weights as safetensors, contiguous and on the CPU."""
-    from safetensors.torch import save
-
-    on_cpu = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    _publish(path, lambda file: file.write(save(on_cpu, {"format": "pt", **metadata})))
+    """Publish weights as safetensors. Raises CheckpointError, leaving the file that was there before."""
+    with _publishing(path):
+        write_tensors(path, weights, metadata)
 
 
-def _publish(path: Path, write: Any) -> None:
+@contextlib.contextmanager
+def _publishing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, write)
+        yield
     except (OSError, RuntimeError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        free = (
-            os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize if path.parent.exists() else 0
-        )
-        reason = "the disk is full" if full or free < 2**20 else " ".join(str(error).split())
-        kept = "the previous one is kept" if path.exists() else "earlier checkpoints are kept"
-        raise CheckpointError(
-            f"{path} could not be saved: {reason}; {kept}. Free space, then resume"
-        ) from None
+        refused = refusal(error)
+        reason = refused[1] if refused else " ".join(str(error).split())
+        run = path.parent.parent if path.parent.name.startswith("node-") else path.parent
+        found = sorted(old.name for pattern in STATE_FILES for old in run.glob(pattern))
+        kept = f"kept: {', '.join(found)}, to go on from with resume={run}" if found else "none is kept"
+        raise CheckpointError(f"{path} could not be saved: {reason}; {kept}") from None
 
 
 def load_state(path: Path, verify: bool = True) -> State:
@@ -70,7 +73,8 @@ def load_state(path: Path, verify: bool = True) -> State:
             _check_content(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=not verify)
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+        reason = error if isinstance(error, DamagedRecordError) else "it is cut short or no training state"
+        raise CheckpointError(f"{path} is damaged: {reason}") from None
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(f"{path} is no training state of tiny_llm")
     if state["format"] != FORMAT:
@@ -82,11 +86,14 @@ def _check_content(path: Path) -> None:
     """Compare every record of the archive with its CRC-32, which torch.load itself does not."""
     with zipfile.ZipFile(path) as archive:
         if (record := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {record} is wrong")
+            raise DamagedRecordError(f"the checksum of {record} is wrong")
 
 
 def newest_state(directory: Path) -> Path:
-    """Return the whole state in a run directory that has seen the most updates. Raises CheckpointError."""
+    """Return the whole state in a run directory that has seen the most updates. Raises CheckpointError.
+
+    Damaged ones that it passes over are told on stderr.
+    """
     found, damaged = [], []
     for path in sorted(path for pattern in STATE_FILES for path in directory.glob(pattern)):
         try:
@@ -99,9 +106,11 @@ def newest_state(directory: Path) -> Path:
         except CheckpointError as error:
             damaged.append(str(error))
         else:
+            for line in damaged:
+                print(f"warning: {line}; {path.name} is used instead", file=sys.stderr)
             return path
     raise CheckpointError(
         f"{directory} holds no training state to resume from"
         + (f" ({'; '.join(damaged)})" if damaged else "")
-        + "; start it again in another output_dir"
+        + "; remove it and start again, or start in another output_dir"
     )

@@ -28,7 +28,7 @@ from tiny_llm.training.checkpoint import CheckpointError, State, save_state
 from tiny_llm.training.engine import Engine, MicroBatch, UpdateResult
 from tiny_llm.training.evaluation import Evaluation, Evaluator
 from tiny_llm.training.progress import Progress
-from tiny_llm.training.run_directory import Metrics, RunDirectory
+from tiny_llm.training.run_directory import Rows, RunDirectory
 from tiny_llm.training.sampling import sample_rows
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import Tracker
@@ -62,7 +62,7 @@ class Trainer:
         directory: RunDirectory,
         cache: TokenCache,
         device: torch.device,
-        metrics: Metrics,
+        metrics: Rows,
         tracker: Tracker,
         signals: StopSignals,
         ranks: Ranks | None = None,
@@ -70,6 +70,7 @@ class Trainer:
         self.plan, self.config, self.directory = plan, plan.config, directory
         self.cache, self.device = cache, device
         self.metrics, self.tracker, self.signals = metrics, tracker, signals
+        self.samples = Rows(directory / "samples.jsonl")
         self.ranks = ranks or alone(device)
         self.engine = Engine(plan, device, self.ranks)
         self.evaluator = Evaluator(self.config, cache, device, self.ranks)
@@ -102,7 +103,7 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
     def state(self) -> State | None:
-        """Return everything that `restore` and `start.py` want, as plain data and tensors, on the first rank.
+        """Return everything that `restore` wants, as plain data and tensors, on the first rank.
 
         The others get None. Raises ReplicaError when data-parallel ranks differ.
         """
@@ -125,9 +126,12 @@ class Trainer:
             "window_start": list(self._window_start),
             "position": self._position,
             "rng": torch.get_rng_state(),
-            "metrics_bytes": self.metrics.synced_bytes(),
-            "samples_bytes": self.directory.samples_bytes(),
         }
+
+    def with_history(self, state: State | None) -> State:
+        """Return the first rank's state with the length of every file of rows that it goes with. Raises OSError."""
+        lengths = {"metrics_bytes": self.metrics.synced_bytes(), "samples_bytes": self.samples.synced_bytes()}
+        return {**(state or {}), **lengths}
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end and return the result. Raises Interrupted, after saving, and UserError."""
@@ -143,6 +147,7 @@ class Trainer:
                 self._finish_epoch_if_due()
         finally:
             stream.close()
+            self.samples.close()
         return self._finish()
 
     def open_stream(self) -> TrainingStream:
@@ -221,7 +226,7 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _record(self, row: dict[str, Any]) -> None:
-        self.metrics.append(row)
+        self.metrics.append([row], self.progress.say)
         self.tracker.log(row)
 
     def _finish_epoch_if_due(self) -> None:
@@ -238,7 +243,9 @@ class Trainer:
         row = self._validation_row("validation", epoch, evaluation)
         facts = {"epoch": epoch, "update": self.update, "tokens": self.tokens}
         self._by_first(
-            lambda: self.directory.append_samples(sample_rows(self.config, weights, self.cache, facts))
+            lambda: self.samples.append(
+                sample_rows(self.config, weights, self.cache, facts), self.progress.say
+            )
         )
         self._record(row)
         self.progress.validation(row)
@@ -268,7 +275,10 @@ class Trainer:
         weights_alone = not self.config.training.save_epoch_training_state
         self._by_first(
             lambda: save_epoch(
-                self.directory / f"epoch-{epoch:03d}", state or {}, self.engine.model.layout, weights_alone
+                self.directory / f"epoch-{epoch:03d}",
+                self.with_history(state),
+                self.engine.model.layout,
+                weights_alone,
             )
         )
 
@@ -295,7 +305,7 @@ class Trainer:
         if due:
             try:
                 self._save_recovery()
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 self.progress.say(f"warning: {error}")  # the run itself can go on
             self._last_saved = time.monotonic()
 
@@ -306,7 +316,7 @@ class Trainer:
 
     def _save(self, name: str) -> None:
         state = self.state()
-        self._by_first(lambda: save_state(self.directory / name, state or {}))
+        self._by_first(lambda: save_state(self.directory / name, self.with_history(state)))
 
     def _finish(self) -> dict[str, Any]:
         """Keep the final weights, evaluate on the whole split, write the result and the picture."""
@@ -335,6 +345,7 @@ class Trainer:
         return result
 
     def _publish_result(self, result: dict[str, Any]) -> None:
+        self.metrics.synced_bytes()
         files.write_json(self.directory / "result.json", result)
         try:
             self._plot()

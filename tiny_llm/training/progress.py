@@ -147,7 +147,7 @@ class Progress:
         if spread := _best_and_worst(row):
             fields += [
                 f"workers {spread[0]:.4f} to {spread[1]:.4f}",
-                f"consensus error {row['consensus_error']:.1e}",
+                f"consensus error {row['relative_consensus_error']:.1e}",
             ]
         return "  ".join(fields)
 
@@ -177,7 +177,7 @@ class Progress:
         speed = short_number(row["tokens_per_second"]) if row else "-"
         yield [f"{speed} tokens/s", f"{speed} tok/s", f"{speed}/s"]
         if spread:
-            error = row["consensus_error"]
+            error = row["relative_consensus_error"]
             yield [f"consensus error {error:.1e}", f"consensus {error:.1e}", f"cons {error:.0e}"]
         left = clock(self._seconds_left())
         yield [f"{left} left", f"{left} left", left]

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tiny_llm import files
-from tiny_llm.config.errors import UserError
+from tiny_llm.config.errors import UserError, is_full
 
 
 class RunDirectory:
@@ -49,9 +50,12 @@ class RunDirectory:
 
     def refuse_existing_run(self) -> None:
         if self.holds_run:
+            kept = any(self.path.glob("*.pt"))
+            way_out = (
+                f"continue it with resume={self.path}" if kept else "it kept no state to continue: remove it"
+            )
             raise UserError(
-                f"output_dir={self.path} already holds a run; continue it with resume={self.path}, "
-                "or choose another output_dir"
+                f"output_dir={self.path} already holds a run; {way_out}, or choose another output_dir"
             )
 
     def put_aside(self) -> None:
@@ -65,30 +69,26 @@ class RunDirectory:
     def set_status(self, status: str, **facts: Any) -> None:
         when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         host = {"pid": os.getpid(), "host": socket.gethostname(), "time": when}
-        files.write_json(self / "status.json", {"status": status, **facts, **host})
+        value = {"status": status, **facts, **host}
+        try:
+            files.write_json(self / "status.json", value)
+        except OSError as error:
+            if not is_full(error) or not (self / "status.json").exists():
+                raise
+            (self / "status.json").write_text(json.dumps(value))  # its block is there to be used again
 
     @property
     def status(self) -> str | None:
-        path = self / "status.json"
-        return str(files.read_json(path)["status"]) if path.exists() else None
+        """What status.json says; None where it is absent, damaged or says nothing."""
+        try:
+            return str(files.read_json(self / "status.json")["status"])
+        except (OSError, UserError, TypeError, KeyError):
+            return None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""
         path = self / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def append_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Add an epoch's rows to samples.jsonl, durably."""
-        if rows:
-            with open(self / "samples.jsonl", "ab") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-                file.flush()
-                os.fsync(file.fileno())
-
-    def samples_bytes(self) -> int:
-        """Return how long samples.jsonl is: what a checkpoint refers to."""
-        path = self / "samples.jsonl"
-        return path.stat().st_size if path.exists() else 0
 
     def copy_history(self, source: RunDirectory, kept: dict[str, int]) -> None:
         """Begin this directory with the rows that `source` had at a checkpoint, and cut what came later.
@@ -109,20 +109,52 @@ class RunDirectory:
                 os.truncate(path, length)
 
 
-class Metrics:
-    """Appends rows to metrics.jsonl, whole lines only, and knows how long the file is."""
+class Rows:
+    """Appends rows to a file of JSON lines, whole lines only, and knows how long the file is.
+
+    What a full disk refuses waits in memory for the next row: no training ends for a line of its log.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115 - open as long as the run
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._waiting = b""
 
-    def append(self, row: dict[str, Any]) -> None:
-        self._file.write((json.dumps(row) + "\n").encode())
-        self._file.flush()
+    def append(self, rows: list[dict[str, Any]], warn: Callable[[str], None]) -> None:
+        waited = bool(self._waiting)
+        self._waiting += "".join(json.dumps(row) + "\n" for row in rows).encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not waited:
+                warn(f"warning: {self._path}: the disk is full; rows wait in memory until there is space")
 
     def synced_bytes(self) -> int:
-        """Make the rows durable and return the file's size: what a checkpoint refers to."""
+        """Make the rows durable and return the file's size: what a checkpoint refers to. Raises OSError."""
+        self._write()
+        if self._file is None:
+            return self._path.stat().st_size if self._path.exists() else 0
         os.fsync(self._file.fileno())
-        return self._file.tell()
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        if self._file is None:
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            left = memoryview(self._waiting)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(whole)
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        self._waiting = b""

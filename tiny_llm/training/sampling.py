@@ -14,6 +14,7 @@ from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.text_stream import TextStream
 from tiny_llm.models.generation import Sampling, generate_all
+from tiny_llm.training.progress import PatientStream
 
 
 class TextSource(Protocol):
@@ -117,5 +118,5 @@ def show_sample(
     """Print a sample of the trained model and keep it in run.log."""
     text = continue_text(config, weights, cache, prompt, max_new_tokens=96)
     message = f"\nA sample of what the model learned, continuing {prompt!r}:\n\n{text}\n"
-    log.write(message)
+    PatientStream(log).write(message)
     print(message)

@@ -11,12 +11,13 @@ from torch import Tensor
 from tiny_llm.config.compose import compose
 from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.parameters import parameter_specs
-from tiny_llm.config.saved import read_yaml
+from tiny_llm.config.saved import read_yaml, recipe_identity
 from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache, cache_directory
 from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.decentralized.arena import Layout
 from tiny_llm.interop.pretrained import check_vocabulary, open_pretrained
+from tiny_llm.interop.tensors import read_file
 from tiny_llm.training.checkpoint import CheckpointError, load_state, newest_state
 from tiny_llm.training.device import open_device
 from tiny_llm.training.worker_files import load_whole, worker_directory
@@ -49,9 +50,15 @@ def open_run(run: str, checkpoint: str | None, device: str, worker: int | None =
         path = _worker_file(path, config, worker)
     place = open_device(device)
     weights = {name: value.to(place) for name, value in read_weights(path, config, worker).items()}
+    update, recipe = _seen_by(path)
+    if recipe != recipe_identity(config):
+        raise CheckpointError(
+            f"{path} belongs to another recipe ({recipe[:12]}, here {recipe_identity(config)[:12]}); restore the "
+            "resolved.yaml that it was made with"
+        )
     cache = TokenCache.open(cache_directory(config.data), config.data)
     config = replace(config, runtime=replace(config.runtime, device=device))
-    return SavedRun(config, cache, path.name, weights, place, _update_of(path))
+    return SavedRun(config, cache, path.name, weights, place, update)
 
 
 def open_weights(init_from: str, run: str | None, cache: str | None, device: str) -> SavedRun:
@@ -90,15 +97,15 @@ def _worker_file(path: Path, config: Config, worker: int) -> Path:
     return path if alone else worker_directory(path.parent, worker) / path.name
 
 
-def _update_of(path: Path) -> int:
-    """Return how many updates a checkpoint that was read before has seen."""
+def _seen_by(path: Path) -> tuple[int, str]:
+    """Return how many updates a checkpoint that was read before has seen, and of which recipe."""
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
-            return int(file.metadata()["update"])
+            return int(file.metadata()["update"]), str(file.metadata()["recipe"])
     state = load_state(path, verify=False)
-    return int(state["update"])
+    return int(state["update"]), str(state["identity"]["recipe"])
 
 
 def newest_weights(directory: Path) -> Path:
@@ -115,9 +122,9 @@ def newest_weights(directory: Path) -> Path:
 def read_weights(path: Path, config: Config, worker: int | None = None) -> dict[str, Tensor]:
     """Return a checkpoint's weights (of several workers: their mean, or one's) by name, on the CPU.
 
-    Raises CheckpointError for a missing or damaged file, and for weights of another model.
+    Raises UserError for a missing or damaged file, and for weights of another model.
     """
-    weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_state(path, config, worker)
+    weights = read_file(path) if path.suffix == ".safetensors" else _read_state(path, config, worker)
     expected = {spec.name: spec.shape for spec in parameter_specs(config.model)}
     found = {name: tuple(value.shape) for name, value in weights.items()}
     if found != expected:
@@ -126,18 +133,6 @@ def read_weights(path: Path, config: Config, worker: int | None = None) -> dict[
             f"{path} holds another model: {', '.join(f'{n} {list(s)}' for n, s in wrong[:4])}"
         )
     return weights
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist")
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 def _read_state(path: Path, config: Config, worker: int | None) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -36,7 +37,7 @@ from tiny_llm.training.environment import describe_environment
 from tiny_llm.training.loop import Trainer
 from tiny_llm.training.progress import Progress
 from tiny_llm.training.resume import Resume
-from tiny_llm.training.run_directory import Metrics, RunDirectory
+from tiny_llm.training.run_directory import Rows, RunDirectory
 from tiny_llm.training.sampling import show_sample
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import open_tracker, require_package
@@ -201,10 +202,10 @@ def _train(
     config = plan.config
     start = state["update"] if state else 0
     nowhere = Path(os.devnull)
-    metrics = Metrics(directory / "metrics.jsonl" if ranks.first else nowhere)
+    metrics = Rows(directory / "metrics.jsonl" if ranks.first else nowhere)
     with (
         contextlib.closing(metrics),
-        open(directory / "run.log" if ranks.first else nowhere, "a") as log,
+        _patient(directory / "run.log" if ranks.first else nowhere) as log,
         open(nowhere, "w") as silence,
     ):
         screen = None if ranks.first else silence
@@ -234,6 +235,17 @@ def _train(
     if ranks.first:
         loss = result["final_validation_loss"]
         print(f"final validation loss {loss:.4f}; everything is in {directory.path}")
+
+
+@contextlib.contextmanager
+def _patient(path: Path) -> Iterator[TextIO]:
+    """Open a log that may lack its end: closing it writes what is left, which a full disk refuses."""
+    file = open(path, "a")  # noqa: SIM115 - closed below
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def _opening(plan: Plan, directory: RunDirectory, device: torch.device, trainer: Trainer) -> list[str]:

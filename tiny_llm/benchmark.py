@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from tiny_llm.config.arguments import parse_arguments
-from tiny_llm.config.compose import override_key, user_errors_in_one_line
+from tiny_llm.config.compose import config_groups, override_key, user_errors_in_one_line
 from tiny_llm.config.errors import nearest
 from tiny_llm.config.parse import all_keys, unknown_key
 from tiny_llm.config.schema import PositiveInt
@@ -39,9 +39,10 @@ def main() -> None:
         words = list(zip(sys.argv[1:], is_own, strict=True))
         arguments = parse_arguments("benchmark", BenchmarkArguments, [word for word, own in words if own])
         others = [word for word, own in words if not own]
+        known = [*own, *all_keys(), *config_groups()]
         for key in map(override_key, others):
-            if nearest(key, own) and not nearest(key, all_keys()):
-                raise unknown_key(key, [*own])
+            if key not in known and not key.startswith("hydra"):
+                raise unknown_key(key, known if nearest(key, known) else [*own])
         from tiny_llm.benchmarks.suite import run_suite
 
         run_suite(arguments, others)

@@ -168,7 +168,12 @@ def _in_own_process(measurement: Measurement) -> list[Result]:
     """Run a measurement in a fresh process, so that memory and compiled code are its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_measure, measurement).result()
+        try:
+            return pool.submit(_measure, measurement).result()
+        except KeyboardInterrupt:  # the pool would wait for the end of what it measures
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def _measure(measurement: Measurement) -> list[Result]:

@@ -138,7 +138,14 @@ class one_line_errors:
 
 
 def _first_line(error: BaseException) -> str:
+    from hydra.errors import OverrideParseException
+
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, OverrideParseException):
+        reason = text.partition(" See https")[0]
+        return (
+            f"'{error.override}' cannot be read: {reason}; close every bracket, put other text in '\"...\"'"
+        )
     if unknown := re.search(r"Could not override '([^']+)'", text):
         section = unknown[1].partition(".")[0]
         return f"unknown key '{unknown[1]}' for the chosen {section}; see its keys with --cfg job"

@@ -64,7 +64,7 @@ def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(lau
     assert launched.out.count("prepare: wrote") == 1, "the launcher prepares the cache"
     assert not [log for log in directory.glob(".submitit/*.log") if "prepare:" in log.read_text()]
     for seed in (1, 2):
-        failed = next(path for path in directory.glob(f"lr-1e-30+seed-{seed}+*"))
+        failed = next(path for path in directory.glob(f"lr-1e30+seed-{seed}+*"))
         told = launched.err.partition(f"failed: {failed.name}\n")[2].partition("\n\n")[0]
         assert f"optimizer.lr=1e+30 runtime.seed={seed}" in told
         assert "error: update 2: " in told

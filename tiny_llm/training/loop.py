@@ -168,12 +168,15 @@ class Trainer:
         self.ranks.at_update(self.update)
         start = time.perf_counter()
         result = self.engine.update(self.update, lambda: self._next_micro_batch(stream))
-        self.seconds += time.perf_counter() - start
         self.update += 1
+        row_due = self.update % self.config.training.log_every == 0 or self.update == self.plan.updates
+        if self.device.type == "cuda" and (row_due or self.update in self.plan.epoch_boundaries):
+            torch.cuda.synchronize(self.device)  # else rows and validation would wait for it, uncounted
+        self.seconds += time.perf_counter() - start
         self._position = stream.position
         self.tokens += self.config.training.batch_tokens
         self.window.add(result.losses)
-        if self.update % self.config.training.log_every == 0 or self.update == self.plan.updates:
+        if row_due:
             self._log_train_row(result)
         self.progress.tick(self.update, self.tokens)
 

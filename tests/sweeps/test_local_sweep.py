@@ -78,7 +78,7 @@ def test_a_sweep_leases_devices_lists_failures_and_goes_on_with_what_is_left(lau
     assert {path: path.stat().st_mtime_ns for path in before} == before, "a complete point was touched"
 
     assert launcher.run(*grown, "hydra.launcher.retry_failed=true").code == 1
-    retried = run_of(directory, "lr-1e-30", "seed-1")
+    retried = run_of(directory, "lr-1e30", "seed-1")
     assert starts(retried) == 2
     assert (retried / "metrics-lost-1.jsonl").exists(), "the rows of the first attempt are kept"
     saved = json.loads((directory / "sweep.json").read_text())

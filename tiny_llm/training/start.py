@@ -202,6 +202,8 @@ def _train(
     config = plan.config
     start = state["update"] if state else 0
     nowhere = Path(os.devnull)
+    if ranks.first:
+        (directory / "metrics.jsonl").touch()  # to be followed from the start
     metrics = Rows(directory / "metrics.jsonl" if ranks.first else nowhere)
     with (
         contextlib.closing(metrics),

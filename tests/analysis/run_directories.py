@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_llm.config.compose import compose
-from tiny_llm.config.saved import to_yaml
+from tiny_llm.config.saved import recipe_identity, to_yaml
 from tiny_llm.config.schema import Config
 
 EPOCHS, UPDATES_AN_EPOCH, BATCH_TOKENS = 8, 50, 8192
@@ -36,6 +36,7 @@ def _composed(*overrides: str) -> Config:
 
 
 _yaml = functools.cache(to_yaml)
+_recipe = functools.cache(recipe_identity)
 
 
 def make_run(
@@ -60,7 +61,7 @@ def make_run(
     )
     if status == "complete":
         rows.append(rows[-1] | {"event": "final_validation", "loss": loss})
-        write_result(directory, loss, seconds, data)
+        write_result(directory, loss, _recipe(config), seconds, data)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_status(directory, status, **({"error": error} if error else {}))
     return directory
@@ -72,7 +73,7 @@ def write_status(directory: Path, status: str, **facts: Any) -> None:
 
 
 def write_result(
-    directory: Path, loss: float, seconds: float = 200.0, data: str = "0589d4bc80c5d8a3"
+    directory: Path, loss: float, recipe: str, seconds: float = 200.0, data: str = "0589d4bc80c5d8a3"
 ) -> None:
     tokens = UPDATES * BATCH_TOKENS
     result = {
@@ -82,7 +83,7 @@ def write_result(
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "identity": {"recipe": "87c5727283e6840f", "data": data},
+        "identity": {"recipe": recipe, "data": data},
     }
     (directory / "result.json").write_text(json.dumps(result))
 

@@ -99,6 +99,27 @@ def test_a_run_with_a_damaged_file_does_not_count_and_says_why(
     assert "\n" not in run.reason
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "status"),
+    [
+        ("  lr: 0.0056\n", "  lr: 0.0057\n", "damaged"),
+        ("  seed: 42\n", "  seed: 43\n", "damaged"),
+        ("  log_every: 20\n", "  log_every: 21\n", "complete"),
+        ("  lr: 0.0056\n", "  lr: 0.0056\n  a_key_of_another_version: 1\n", "complete"),
+    ],
+)
+def test_settings_that_were_changed_after_the_run_make_it_damaged(
+    tmp_path: Path, old: str, new: str, status: str
+) -> None:
+    path = make_run(tmp_path / "run") / "resolved.yaml"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    run = read_run(path.parent)
+    assert run.status == status
+    assert ("resolved.yaml is not the one of result.json" in run.reason) == (status == "damaged")
+
+
 def test_a_result_beside_a_status_that_is_not_complete_does_not_count(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run")
     write_status(directory, "failed", error="OSError: No space\nleft on device")

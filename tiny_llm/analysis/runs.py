@@ -8,6 +8,7 @@ says complete and result.json holds a finite final loss.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_llm.config.errors import UserError
-from tiny_llm.config.saved import NOT_THE_RECIPE, flatten
+from tiny_llm.config.errors import ConfigError, UserError
+from tiny_llm.config.parse import parse_config
+from tiny_llm.config.saved import NOT_THE_RECIPE, flatten, recipe_identity
 
 # What is measured of a complete run, the most important first.
 METRICS = ("final_validation_loss", "tokens_per_second", "hours", "relative_consensus_error")
@@ -99,35 +101,47 @@ def read_run(directory: Path) -> RunRecord:
     """Return what a run directory says; a file that cannot be read makes it a `damaged` run."""
     status = "damaged"
     try:
-        settings = _read_settings(directory / "resolved.yaml")
+        settings, recipe = _read_settings(directory / "resolved.yaml")
     except Exception as error:  # OmegaConf lets YAML's many errors through
         return RunRecord(directory, status, reason=f"resolved.yaml: {_one_line(error)}")
     seed = settings.pop(SEED, None)
     try:
-        return _read_progress(directory, settings, seed)
+        return _read_progress(directory, settings, recipe, seed)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return RunRecord(directory, status, settings, seed, reason=_one_line(error))
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Return the leaves that decide numbers; none for a point of a sweep that has not begun."""
+def _read_settings(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the leaves that decide numbers, and the identity of the recipe where this version can read it.
+
+    There are none for a point of a sweep that has not begun.
+    """
     from omegaconf import OmegaConf
 
     if not path.exists():
-        return {}
+        return {}, None
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    recipe = None
+    with contextlib.suppress(ConfigError):
+        recipe = recipe_identity(parse_config(values))
     leaves = {key: value for key, value in flatten(values).items() if key not in NOT_THE_RECIPE}
     if leaves.get("decentralized.scheme") == "off":
-        return {key: value for key, value in leaves.items() if not key.startswith(UNUSED_WHEN_OFF)}
-    return leaves
+        leaves = {key: value for key, value in leaves.items() if not key.startswith(UNUSED_WHEN_OFF)}
+    return leaves, recipe
 
 
-def _read_progress(directory: Path, settings: Mapping[str, Any], seed: Any) -> RunRecord:
+def _read_progress(directory: Path, settings: Mapping[str, Any], recipe: str | None, seed: Any) -> RunRecord:
     # The trainer writes rows, then result.json, then status.json: read backwards, a finished run is whole.
     stated = _read_json(directory / "status.json")
     result = _read_json(directory / "result.json")
     curve, train, newest = _read_metrics(directory / "metrics.jsonl")
     status, reason = _judge(directory, settings, stated, result)
+    ran = result.get("identity", {}).get("recipe", recipe)
+    if status == "complete" and recipe not in (None, ran):
+        status, reason = (
+            "damaged",
+            f"resolved.yaml is not the one of result.json (recipe {recipe[:12]}, {ran[:12]})",
+        )
     return RunRecord(
         directory,
         status,

@@ -56,10 +56,10 @@ class Request:
 
 def main(arguments: list[str]) -> None:
     """Print the report and write its files. Mistakes end in one line on stderr and exit code 2."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return
     with user_errors_in_one_line():
+        if {"-h", "--help"} & set(arguments):
+            print(__doc__)
+            return
         request = parse(arguments)
         report = make_report([read_run(directory) for directory in find_runs(request.folders)])
         against = _against(report, request.baseline)

@@ -71,10 +71,10 @@ class Request:
 
 def main(arguments: list[str]) -> None:
     """Print the table, draw the graphs if asked to. Mistakes end in one line on stderr and exit code 2."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return
     with user_errors_in_one_line():
+        if {"-h", "--help"} & set(arguments):
+            print(__doc__)
+            return
         request = parse(arguments)
         topologies = {name: build(name, request) for name in request.names}
         show(comparison(request.num_models, topologies))

@@ -13,6 +13,7 @@ from typing import Literal
 
 from tiny_llm.config.arguments import parse_arguments
 from tiny_llm.config.compose import user_errors_in_one_line
+from tiny_llm.config.errors import ConfigError
 from tiny_llm.config.schema import Count
 
 
@@ -31,6 +32,8 @@ class ExportArguments:
 def main() -> None:
     with user_errors_in_one_line():
         arguments = parse_arguments("export", ExportArguments)
+        if not arguments.out:
+            raise ConfigError("out is empty: name a directory that does not exist yet")
         from tiny_llm.interop.exporting import Request, export
         from tiny_llm.interop.verification import VerificationError
 

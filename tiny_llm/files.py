@@ -51,6 +51,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged: {error}; remove it or restore a copy") from None
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object. Raises UserError naming a damaged one."""
+    if not isinstance(value := read_json(path), dict):
+        raise UserError(f"{path} is damaged: it holds no mapping; remove it or restore a copy")
+    return value
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or a directory's entries, last through a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_shards_are_little_endian_and_full_but_the_last(cache: TokenCache, data:
     ]
 
 
-def test_the_manifest_says_what_the_issue_asks_for(cache: TokenCache) -> None:
+def test_the_manifest_says_what_the_bytes_are_and_what_made_them(cache: TokenCache) -> None:
     manifest = json.loads((cache.directory / MANIFEST_NAME).read_text())
     assert {
         "format_version",
@@ -116,6 +117,22 @@ def test_one_flipped_bit_is_named_by_verify(cache: TokenCache, name: str) -> Non
     path.write_bytes(content)
     with pytest.raises(DamagedCacheError, match=name):
         cache.verify()
+
+
+def test_a_flipped_bit_of_validation_or_tokenizer_is_named_when_it_is_used(cache: TokenCache) -> None:
+    cache.read("validation", 0, 10)
+    cache.load_tokenizer()
+    for name, use in (
+        ("validation-00000.bin", lambda: cache.read("validation", 3, 4)),
+        ("tokenizer/tokenizer.json", cache.load_tokenizer),
+    ):
+        path = cache.directory / name
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        os.utime(path, ns=(0, 1))  # two writes of one tick have one time
+        with pytest.raises(DamagedCacheError, match=rf"damaged cache: .*{Path(name).name} has SHA-256"):
+            use()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "a number changed", "another version", "not UTF-8"])

@@ -74,7 +74,7 @@ def run(
 def texts_of(cache: Path, split: str) -> list[str]:
     content = b"".join(path.read_bytes() for path in sorted(cache.glob(f"{split}-*.bin")))
     ids = [int.from_bytes(content[i : i + 2], "little") for i in range(0, len(content), 2)]
-    return tok.load_tokenizer(cache).decode(ids, skip_special_tokens=False).split(tok.EOS)[:-1]
+    return tok.load(cache / "tokenizer").decode(ids, skip_special_tokens=False).split(tok.EOS)[:-1]
 
 
 def test_broken_connections_lose_and_repeat_nothing(

@@ -21,7 +21,6 @@ from tiny_llm.data.cache import CacheError, DamagedCacheError
 from tiny_llm.data.encoding import Batch, Encoded
 from tiny_llm.data.prepare import capacity, ensure_cache, prepare, verify
 from tiny_llm.data.shards import ShardWriter, SplitWriter, TokenRangeError
-from tiny_llm.data.tokenizer import load_tokenizer
 
 
 def silent(line: str) -> None:
@@ -82,7 +81,7 @@ def test_a_cache_holds_what_its_definition_says(tmp_path: Path) -> None:
     documents = random_documents(150)
     data = text_settings(tmp_path, write_documents(tmp_path / "a.txt", documents), shuffle_buffer=20)
     cache = ensure_cache(data, 0, silent)
-    tokenizer = load_tokenizer(cache.directory)
+    tokenizer = cache.load_tokenizer()
 
     def tokens_of(texts: list[str]) -> list[int]:
         ids: list[int] = []
@@ -149,7 +148,7 @@ def test_validation_stays_in_order_and_its_copies_never_train(
     hub[:] = [("validation", text) for text in texts[:20]] + [("train", text) for text in texts[10:]]
     lines: list[str] = []
     cache = ensure_cache(hub_settings(tmp_path, validation_split="validation"), 10**9, lines.append)
-    tokenizer = load_tokenizer(cache.directory)
+    tokenizer = cache.load_tokenizer()
     found = {
         split: tokenizer.decode(cache.read(split, 0, cache.tokens(split)), skip_special_tokens=False).split(
             "<|endoftext|>"

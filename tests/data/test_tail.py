@@ -11,7 +11,6 @@ from small_cache import files_of, random_documents, stdlib_settings, text_settin
 from tiny_llm.config.errors import UserError
 from tiny_llm.data.cache import CacheError, TokenCache
 from tiny_llm.data.prepare import ensure_cache, prepare
-from tiny_llm.data.tokenizer import load_tokenizer
 
 EOS = "<|endoftext|>"
 
@@ -22,7 +21,7 @@ def silent(line: str) -> None:
 
 def tokens_of(cache: TokenCache, documents: list[str]) -> list[int]:
     """Every document's tokens and its EOS, in order."""
-    tokenizer, tokens = load_tokenizer(cache.directory), []
+    tokenizer, tokens = cache.load_tokenizer(), []
     for document in documents:
         tokens += [*tokenizer.encode(document, add_special_tokens=False).ids, cache.eos_id]
     return tokens
@@ -30,7 +29,7 @@ def tokens_of(cache: TokenCache, documents: list[str]) -> list[int]:
 
 def texts(cache: TokenCache, split: str) -> list[str]:
     tokens = cache.read(split, 0, cache.tokens(split))  # type: ignore[arg-type]
-    text = load_tokenizer(cache.directory).decode(tokens.tolist(), skip_special_tokens=False)
+    text = cache.load_tokenizer().decode(tokens.tolist(), skip_special_tokens=False)
     return str(text).split(EOS)
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tiny_llm.config.errors import UserError
 from tiny_llm.data import tokenizer as tok
 from tiny_llm.data.prepare import ensure_cache
-from tiny_llm.data.tokenizer import TokenizerError, load_tokenizer
+from tiny_llm.data.tokenizer import TokenizerError
 
 
 def word_tokenizer(path: Path, words: list[str], special: list[str]) -> Path:
@@ -133,7 +133,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_the_number_to_se
         text_settings(tmp_path, corpus, tokenizer=str(path), vocab_size=602), 0, lambda line: None
     )
     assert cache.eos_id == 601
-    assert load_tokenizer(cache.directory).token_to_id("w599") == 600
+    assert cache.load_tokenizer().token_to_id("w599") == 600
 
 
 def test_a_vocabulary_over_16_bits_is_refused(tmp_path: Path) -> None:

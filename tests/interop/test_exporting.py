@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -269,7 +270,9 @@ def test_a_tokenizer_of_the_hub_gives_the_ids_of_training(
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=40)
     tokenizer.save(str(hub / "tokenizer.json"))
-    write_tokenizer(tmp_path, type(cache)(tmp_path / "hub", cache.manifest), 32)
+    fingerprint = hashlib.sha256((hub / "tokenizer.json").read_bytes()).hexdigest()
+    manifest = cache.manifest | {"tokenizer": cache.manifest["tokenizer"] | {"fingerprint": fingerprint}}
+    write_tokenizer(tmp_path, type(cache)(tmp_path / "hub", manifest), 32)
     text = "def main(self):\n    return 'näh'"
     found = transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
     assert found == load(hub).encode(text, add_special_tokens=False).ids

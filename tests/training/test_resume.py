@@ -166,6 +166,28 @@ def test_weights_with_a_flipped_bit_and_a_changed_recipe_are_named(single: Path,
         open_run(str(run), None, "cpu")
 
 
+def test_side_files_that_are_damaged_stop_no_resumed_run(
+    single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(single, run)
+    for name in ("final.pt", "epoch-004.pt", "result.json"):
+        (run / name).unlink()
+    (run / "environment.json").write_text("[]")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    first = metrics.index(b"\n")
+    (run / "metrics.jsonl").write_bytes(b"g" * first + metrics[first:])
+    train(f"resume={run}")
+    printed = capsys.readouterr()
+    assert f"warning: {run / 'environment.json'} is damaged" in printed.err
+    assert (run / "environment.damaged.json").read_text() == "[]"
+    assert (
+        f"warning: loss.png could not be drawn: {run / 'metrics.jsonl'} is damaged: line 1 holds"
+        in printed.out
+    )
+    assert json.loads((run / "status.json").read_text())["status"] == "complete"
+
+
 def test_a_run_that_ended_before_it_kept_anything_is_told_so(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
@@ -212,6 +234,10 @@ def test_a_workers_file_that_is_damaged_missing_or_foreign_is_named(packed: Path
     with pytest.raises(UserError, match=r"node-001/epoch-002\.pt is damaged"):
         train(f"resume={run / 'epoch-002.pt'}", f"output_dir={tmp_path / 'x'}")
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
+    for name in ("final.pt", "epoch-004.pt", "epoch-003.pt", "result.json"):
+        (tmp_path / "missing" / name).unlink()
+    train(f"resume={tmp_path / 'missing'}")  # the newest whole one: epoch-001
+    assert_same_run(tmp_path / "missing", packed)
 
 
 def test_one_workers_part_cannot_resume(packed: Path) -> None:

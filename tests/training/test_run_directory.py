@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import rows_of, start, status_of, train, wait_until_running
+from running import assert_same_run, rows_of, start, status_of, train, wait_until_running
 
 from tiny_llm import evaluate, sample
 from tiny_llm.config.compose import user_errors_in_one_line
@@ -183,12 +183,50 @@ def test_a_disk_that_fills_up_during_a_run_is_told_in_one_line_and_in_its_status
         monkeypatch.setattr(Trainer, "advance", fill_at_first_update)
         run = disk / "run"
         with pytest.raises(SystemExit, match="2"), user_errors_in_one_line():
-            train(*tiny_overrides, f"output_dir={run}")
+            train(*tiny_overrides, "training.recovery_minutes=0.0001", f"output_dir={run}")
         printed = capsys.readouterr()
+        unwritten = f"{run / 'metrics.jsonl'}, which a checkpoint goes with: the disk is full; free space"
         assert "metrics.jsonl: the disk is full; rows wait in memory" in printed.out
-        assert printed.err == f"error: {run / 'best.json'}: the disk is full; free space\n"
+        assert f"warning: {unwritten}" in printed.out
+        assert printed.err == f"error: {unwritten}\n"
         assert status_of(run) == "failed"
-        assert json.loads((run / "status.json").read_text())["error"].startswith("OSError: [Errno 28]")
+        assert unwritten in json.loads((run / "status.json").read_text())["error"]
+
+
+def test_a_disk_that_was_full_for_a_while_leaves_no_trace(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(*tiny_overrides, f"output_dir={tmp_path / 'free'}")
+    with small_disk(tmp_path / "disk", 1024) as disk:
+        advance = Trainer.advance
+
+        def fill_and_free(trainer: Trainer, stream: Any) -> None:
+            advance(trainer, stream)
+            if trainer.update == 8:
+                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+                    while True:
+                        file.write(b"x" * 1024)
+            if trainer.update == 48:
+                (disk / "filler").unlink()
+
+        monkeypatch.setattr(Trainer, "advance", fill_and_free)
+        train(*tiny_overrides, f"output_dir={disk / 'run'}")
+        assert status_of(disk / "run") == "complete"
+        assert_same_run(disk / "run", tmp_path / "free")
+
+
+def test_a_run_that_is_alive_is_not_called_one_to_remove(tiny_overrides: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(
+        *tiny_overrides, "training.tokens_per_parameter=50", "data.max_passes=99", f"output_dir={run}"
+    )
+    wait_until_running(process, run)
+    with pytest.raises(UserError, match="in use by another process"):
+        train(*tiny_overrides, f"output_dir={run}")
+    process.kill()
+    process.join()
+    with pytest.raises(UserError, match="it kept no state to continue: remove it"):
+        train(*tiny_overrides, f"output_dir={run}")
 
 
 def test_a_full_disk_at_a_recovery_checkpoint_stops_nothing(

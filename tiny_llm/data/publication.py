@@ -85,9 +85,11 @@ def staged(directory: Path) -> Iterator[Path]:
     try:
         yield staging
         _publish(staging, directory)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             _recover(directory)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(directory)  # writing names no file
         raise
 
 

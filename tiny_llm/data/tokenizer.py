@@ -144,16 +144,15 @@ def check_vocabulary(facts: TokenizerFacts, vocab_size: int) -> None:
 
 
 def load(directory: Path) -> Tokenizer:
-    """Load a saved tokenizer so that it encodes the whole of a text and nothing else."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    """Load a saved tokenizer so that it encodes the whole of a text and nothing else. Raises TokenizerError."""
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerError(f"{path} is damaged or missing: {error}; restore a copy of it") from None
     tokenizer.no_truncation()  # a tokenizer.json of the Hub may carry a model's length limit
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # '</s>' inside a document must not end it
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # encoding would be random
     return tokenizer
-
-
-def load_tokenizer(cache_directory: Path) -> Tokenizer:
-    """Load the tokenizer of a cache; its `decode` gives valid text for any ids."""
-    return load(cache_directory / "tokenizer")

@@ -103,9 +103,7 @@ def entries(registry: Path) -> list[Entry]:
 
 
 def _read(path: Path) -> Entry:
-    values = files.read_json(path)
-    if not isinstance(values, dict):
-        raise ExchangeError(f"{path} is damaged: it holds no mapping")
+    values = files.read_mapping(path)
     goal = str(values.get("goal", ""))
     facts = {key: value for key, value in values.items() if key not in ("name", "goal")}
     return Entry(path.parent, goal, parse_section(Summary, facts, str(path)))

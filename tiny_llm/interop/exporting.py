@@ -150,6 +150,7 @@ def _check_flax(directory: Path, tensors: dict[str, Any]) -> list[str]:
 
 def write_tokenizer(directory: Path, cache: TokenCache, context_length: int) -> None:
     """Write the tokenizer so that AutoTokenizer gives the ids that training saw: the text's, and nothing else."""
+    cache.verify_tokenizer()
     content = (cache.directory / TOKENIZER / "tokenizer.json").read_bytes()
     files.write_whole(directory / "tokenizer.json", lambda file: file.write(_without_additions(content)))
     end = cache.manifest["tokenizer"]["eos_token"]

@@ -20,7 +20,6 @@ from tiny_llm.config.schema import TextCorpus
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.manifest import MANIFEST_NAME
 from tiny_llm.data.text import TextFiles
-from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.interop.opened import OpenModel
 from tiny_llm.interop.tensors import ExchangeError
 from tiny_llm.models.decoder import loss_sums
@@ -97,7 +96,7 @@ def default_prompts(held_out: HeldOut) -> tuple[str, ...]:
 def _cached(directory: Path) -> Iterator[str]:
     """Yield the validation documents of a cache, decoded."""
     cache = TokenCache.read_only(directory)
-    tokenizer, rest = load_tokenizer(directory), np.zeros(0, np.uint16)
+    tokenizer, rest = cache.load_tokenizer(), np.zeros(0, np.uint16)
     for start in range(0, cache.validation_tokens, 2**20):
         tokens = cache.read("validation", start, min(start + 2**20, cache.validation_tokens))
         *whole, rest = np.split(

@@ -15,6 +15,7 @@ from tiny_llm import files
 from tiny_llm.config.parameters import ParameterCounts, parameter_counts
 from tiny_llm.config.plan import Plan, make_plan
 from tiny_llm.config.schema import Config
+from tiny_llm.training.environment import read_starts
 from tiny_llm.training.run_directory import RunDirectory
 from tiny_llm.training.saved_run import SavedRun
 
@@ -114,7 +115,7 @@ def run_facts(run: Path, saved: SavedRun, worker: int | None) -> RunFacts:
     assert saved.update is not None
     directory = RunDirectory(run)
     result, environment = run / "result.json", run / "environment.json"
-    starts = files.read_json(environment)["starts"] if environment.exists() else []
+    starts = read_starts(environment)
     return RunFacts(
         config=saved.config,
         plan=make_plan(saved.config),
@@ -123,6 +124,6 @@ def run_facts(run: Path, saved: SavedRun, worker: int | None) -> RunFacts:
         update=saved.update,
         corpus=saved.cache.manifest,
         rows=directory.rows(),
-        result=files.read_json(result) if result.exists() else {},
+        result=files.read_mapping(result) if result.exists() else {},
         environment=starts[-1] if starts else {},
     )

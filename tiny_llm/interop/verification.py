@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tiny_llm.data.cache import TokenCache
-from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.data.validation import validation_blocks
 from tiny_llm.interop.tensors import ExchangeError, converted
 from tiny_llm.models.decoder import Decoder
@@ -181,7 +180,7 @@ def _tokenizer_problems(directory: Path, cache: TokenCache, tokens_BT: Tensor) -
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    ours = load_tokenizer(cache.directory)
+    ours = cache.load_tokenizer()
     texts = [ours.decode(row, skip_special_tokens=True) for row in tokens_BT[:PROMPTS].tolist()]
     problems = []
     if any(theirs(text)["input_ids"] != ours.encode(text, add_special_tokens=False).ids for text in texts):

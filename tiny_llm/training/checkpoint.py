@@ -8,7 +8,6 @@ metrics.jsonl it goes with. Weights to share are safetensors under the names of 
 from __future__ import annotations
 
 import contextlib
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,30 +86,3 @@ def _check_content(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if (record := archive.testzip()) is not None:
             raise DamagedRecordError(f"the checksum of {record} is wrong")
-
-
-def newest_state(directory: Path) -> Path:
-    """Return the whole state in a run directory that has seen the most updates. Raises CheckpointError.
-
-    Damaged ones that it passes over are told on stderr.
-    """
-    found, damaged = [], []
-    for path in sorted(path for pattern in STATE_FILES for path in directory.glob(pattern)):
-        try:
-            found.append((load_state(path, verify=False)["update"], path.name == "final.pt", path))
-        except CheckpointError as error:
-            damaged.append(str(error))
-    for *_, path in sorted(found, reverse=True):
-        try:
-            load_state(path)
-        except CheckpointError as error:
-            damaged.append(str(error))
-        else:
-            for line in damaged:
-                print(f"warning: {line}; {path.name} is used instead", file=sys.stderr)
-            return path
-    raise CheckpointError(
-        f"{directory} holds no training state to resume from"
-        + (f" ({'; '.join(damaged)})" if damaged else "")
-        + "; remove it and start again, or start in another output_dir"
-    )

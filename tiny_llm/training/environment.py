@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 import tiny_llm
+from tiny_llm import files
+from tiny_llm.config.errors import UserError
 from tiny_llm.config.memory import executes_looped
 from tiny_llm.config.schema import Config
 
@@ -53,6 +55,18 @@ def describe_environment(
         },
         "identities": identities,
     }
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return what environment.json says of every start; nothing, with a warning, where it is damaged."""
+    if not path.exists():
+        return []
+    try:
+        starts = [dict(start) for start in files.read_mapping(path)["starts"]]
+    except (UserError, KeyError, TypeError, ValueError):
+        print(f"warning: {path} is damaged: earlier starts of the run are not known", file=sys.stderr)
+        return []
+    return starts
 
 
 def describe_source() -> dict[str, Any]:

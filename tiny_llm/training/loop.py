@@ -17,6 +17,7 @@ import torch
 
 from tiny_llm import files
 from tiny_llm.analysis.curves import plot_run
+from tiny_llm.config.errors import is_full, refusal
 from tiny_llm.config.plan import Plan
 from tiny_llm.config.saved import plain, recipe_identity
 from tiny_llm.data.batches import micro_batch, own_rows
@@ -129,9 +130,20 @@ class Trainer:
         }
 
     def with_history(self, state: State | None) -> State:
-        """Return the first rank's state with the length of every file of rows that it goes with. Raises OSError."""
-        lengths = {"metrics_bytes": self.metrics.synced_bytes(), "samples_bytes": self.samples.synced_bytes()}
-        return {**(state or {}), **lengths}
+        """Return the first rank's state with the length of every file of rows that it goes with.
+
+        Raises CheckpointError where rows that wait still do not fit.
+        """
+        try:
+            rows = {
+                "metrics_bytes": self.metrics.synced_bytes(),
+                "samples_bytes": self.samples.synced_bytes(),
+            }
+        except OSError as error:
+            refused = refusal(error)
+            reason = refused[1] if refused else str(error)
+            raise CheckpointError(f"{error.filename}, which a checkpoint goes with: {reason}") from None
+        return {**(state or {}), **rows}
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end and return the result. Raises Interrupted, after saving, and UserError."""
@@ -260,7 +272,15 @@ class Trainer:
         if kept:
             self._save_epoch(epoch)
         if self.best["epoch"] == epoch:
-            self._by_first(lambda: files.write_json(self.directory / "best.json", self.best))
+            self._by_first(self._publish_best)
+
+    def _publish_best(self) -> None:
+        try:
+            files.write_json(self.directory / "best.json", self.best)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.progress.say(f"warning: {self.directory / 'best.json'}: the disk is full; it is tried again")
 
     def _validation_row(self, event: str, epoch: int, evaluation: Evaluation) -> dict[str, Any]:
         return {
@@ -302,15 +322,14 @@ class Trainer:
         minutes = self.config.training.recovery_minutes
         late = minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
         signal, due = self.ranks.largest(self.signals.received or 0, late and self.ranks.first)
-        if signal:
-            self._save_recovery()
-            raise Interrupted(int(signal))
-        if due:
+        if signal or due:
             try:
                 self._save_recovery()
-            except (CheckpointError, OSError) as error:
+            except CheckpointError as error:
                 self.progress.say(f"warning: {error}")  # the run itself can go on
             self._last_saved = time.monotonic()
+        if signal:
+            raise Interrupted(int(signal))
 
     def _save_recovery(self) -> None:
         training = self.config.training
@@ -349,10 +368,11 @@ class Trainer:
 
     def _publish_result(self, result: dict[str, Any]) -> None:
         self.metrics.synced_bytes()
+        files.write_json(self.directory / "best.json", self.best)
         files.write_json(self.directory / "result.json", result)
         try:
             self._plot()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.progress.say(f"warning: loss.png could not be drawn: {error}")
 
     def _plot(self) -> None:

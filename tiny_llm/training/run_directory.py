@@ -86,9 +86,18 @@ class RunDirectory:
             return None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl."""
+        """Return the rows of metrics.jsonl; a torn last line is no row. Raises UserError naming a damaged line."""
         path = self / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                raise UserError(
+                    f"{path} is damaged: line {number} holds no row; restore a copy of it"
+                ) from None
+        return rows
 
     def copy_history(self, source: RunDirectory, kept: dict[str, int]) -> None:
         """Begin this directory with the rows that `source` had at a checkpoint, and cut what came later.

@@ -14,13 +14,12 @@ from tiny_llm.config.parameters import parameter_specs
 from tiny_llm.config.saved import read_yaml, recipe_identity
 from tiny_llm.config.schema import Config
 from tiny_llm.data.cache import TokenCache, cache_directory
-from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.decentralized.arena import Layout
 from tiny_llm.interop.pretrained import check_vocabulary, open_pretrained
 from tiny_llm.interop.tensors import read_file
-from tiny_llm.training.checkpoint import CheckpointError, load_state, newest_state
+from tiny_llm.training.checkpoint import CheckpointError, load_state
 from tiny_llm.training.device import open_device
-from tiny_llm.training.worker_files import load_whole, worker_directory
+from tiny_llm.training.worker_files import load_whole, newest_state, worker_directory
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def open_weights(init_from: str, run: str | None, cache: str | None, device: str
         pretrained = open_pretrained(init_from)
         config = compose([]).config()
         config = replace(config, model=pretrained.model, runtime=replace(config.runtime, precision="fp32"))
-    check_vocabulary(pretrained.directory, load_tokenizer(opened.directory), str(opened.directory))
+    check_vocabulary(pretrained.directory, opened.load_tokenizer(), str(opened.directory))
     place = open_device(device)
     weights = {name: value.to(place) for name, value in pretrained.weights.items()}
     return SavedRun(config, opened, init_from, weights, place)

@@ -25,15 +25,14 @@ from tiny_llm.config.validation import check_writable
 from tiny_llm.data.cache import TokenCache
 from tiny_llm.data.loader import check_capacity
 from tiny_llm.data.prepare import ensure_cache
-from tiny_llm.data.tokenizer import load_tokenizer
 from tiny_llm.decentralized.topology import make_topology
 from tiny_llm.distributed.agreement import agreed, compare
 from tiny_llm.distributed.ranks import Ranks, open_ranks
 from tiny_llm.distributed.watch import RankLostError
 from tiny_llm.interop.pretrained import Pretrained, check_vocabulary, open_pretrained
-from tiny_llm.training.checkpoint import CheckpointError, State, load_state, newest_state
+from tiny_llm.training.checkpoint import CheckpointError, State, load_state
 from tiny_llm.training.device import prepare_torch, settle_runtime
-from tiny_llm.training.environment import describe_environment
+from tiny_llm.training.environment import describe_environment, read_starts
 from tiny_llm.training.loop import Trainer
 from tiny_llm.training.progress import Progress
 from tiny_llm.training.resume import Resume
@@ -41,7 +40,7 @@ from tiny_llm.training.run_directory import Rows, RunDirectory
 from tiny_llm.training.sampling import show_sample
 from tiny_llm.training.signals import Interrupted, StopSignals
 from tiny_llm.training.tracking import open_tracker, require_package
-from tiny_llm.training.worker_files import load_whole
+from tiny_llm.training.worker_files import load_whole, newest_state
 
 
 def run(
@@ -73,8 +72,9 @@ def _run(plan: Plan, resume: Resume | None, ranks: Ranks, device: torch.device, 
     directory = RunDirectory(plan.config.output_dir)
     initial = None
     if resume is None:
-        if ranks.first and not again:
-            directory.refuse_existing_run()
+        if ranks.first and not again and directory.holds_run:
+            with directory.locked():  # one that is alive is told apart from one that has ended
+                directory.refuse_existing_run()
         if plan.config.init_from is not None:
             initial = open_pretrained(plan.config.init_from, plan.config.model)
     with ranks.first_alone():
@@ -82,7 +82,7 @@ def _run(plan: Plan, resume: Resume | None, ranks: Ranks, device: torch.device, 
     compare(ranks, {"token cache": cache.identity})
     check_capacity(cache, plan.config.data, plan.config.model.context_length, plan.tokens)
     if initial is not None:
-        check_vocabulary(initial.directory, load_tokenizer(cache.directory), "the corpus")
+        check_vocabulary(initial.directory, cache.load_tokenizer(), "the corpus")
     with directory.locked() if ranks.first else contextlib.nullcontext():
         state = None
         if resume is not None:
@@ -149,7 +149,9 @@ def _write_head(
 ) -> None:
     files.write_text(directory / "resolved.yaml", to_yaml(replace(plan.config, resume=None)))
     path = directory / "environment.json"
-    starts = files.read_json(path)["starts"] if path.exists() else []
+    starts = read_starts(path)
+    if path.exists() and not starts:
+        path.replace(directory / "environment.damaged.json")
     identities = {"recipe": recipe_identity(plan.config), "data": cache.identity}
     if initial is not None:
         identities["initial_weights"] = initial.identity()

@@ -10,6 +10,7 @@ with a root never changes. Reading starts at the root and checks the complete se
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 
 from tiny_llm.decentralized.arena import Entry, Layout
-from tiny_llm.training.checkpoint import CheckpointError, State, load_state, save_state, save_weights
+from tiny_llm.training.checkpoint import (
+    STATE_FILES,
+    CheckpointError,
+    State,
+    load_state,
+    save_state,
+    save_weights,
+)
 
 ARENAS = {"parameters": "weights", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 MUST_AGREE = ("update", "position", "identity", "config")
@@ -95,6 +103,33 @@ def load_whole(path: Path, verify: bool = True) -> State:
     workers = [_open_worker(path, state, i, layout, verify) for i in range(len(state["workers"]))]
     arenas = {arena: _arena([worker[name] for worker in workers], layout) for arena, name in ARENAS.items()}
     return {**{key: value for key, value in state.items() if key != "workers"}, **arenas}
+
+
+def newest_state(directory: Path) -> Path:
+    """Return the whole state in a run directory that has seen the most updates. Raises CheckpointError.
+
+    Damaged ones that it passes over are told on stderr.
+    """
+    found, damaged = [], []
+    for path in sorted(path for pattern in STATE_FILES for path in directory.glob(pattern)):
+        try:
+            found.append((load_state(path, verify=False)["update"], path.name == "final.pt", path))
+        except CheckpointError as error:
+            damaged.append(str(error))
+    for *_, path in sorted(found, reverse=True):
+        try:
+            load_whole(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+        else:
+            for line in damaged:
+                print(f"warning: {line}; {path.name} is used instead", file=sys.stderr)
+            return path
+    raise CheckpointError(
+        f"{directory} holds no training state to resume from"
+        + (f" ({'; '.join(damaged)})" if damaged else "")
+        + "; remove it and start again, or start in another output_dir"
+    )
 
 
 def _open_worker(root: Path, state: State, i: int, layout: Layout, verify: bool) -> State:

@@ -24,10 +24,29 @@ SMALL = [
 ]
 
 
+def own_network() -> list[str]:
+    """Return how to run a command where the loopback carries its bytes alone; nothing where that is not allowed."""
+    words = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    try:
+        return (
+            words if not subprocess.run([*words, "true"], capture_output=True, check=False).returncode else []
+        )
+    except FileNotFoundError:
+        return []
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("benchmark") / "numbers.json"
-    command = [sys.executable, "-m", "tiny_llm.benchmark", "kind=processes", *SMALL, f"json={path}"]
+    command = [
+        *own_network(),
+        sys.executable,
+        "-m",
+        "tiny_llm.benchmark",
+        "kind=processes",
+        *SMALL,
+        f"json={path}",
+    ]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2], timeout=120)
     found: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     return found

@@ -38,6 +38,9 @@ def start(cache: Path, corpus: Path, workers: int = 2, *more: str) -> subprocess
         [sys.executable, str(PROGRAM), str(cache), str(corpus), str(workers), *more],
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "preparing\n"

@@ -124,6 +124,13 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def fill(disk: Path) -> None:
+    """Leave no byte free; `filler` holds them."""
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 1024)
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
@@ -143,10 +150,7 @@ def test_rows_wait_for_space_on_a_full_disk_and_stay_whole(tmp_path: Path) -> No
     with small_disk(tmp_path / "disk", 64) as disk:
         rows = Rows(disk / "rows.jsonl")
         rows.append([{"update": 0}], warnings.append)
-        filler = disk / "filler"
-        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 1024)
+        fill(disk)
         long = "y" * 5000  # more than is left of the page that the first row began
         for update in (1, 2, 3):
             rows.append([{"update": update, "long": long}], warnings.append)
@@ -156,7 +160,7 @@ def test_rows_wait_for_space_on_a_full_disk_and_stay_whole(tmp_path: Path) -> No
         assert warnings == [
             f"warning: {disk / 'rows.jsonl'}: the disk is full; rows wait in memory until there is space"
         ]
-        filler.unlink()
+        (disk / "filler").unlink()
         rows.append([{"update": 4}], warnings.append)
         assert [row["update"] for row in rows_of(disk, "rows.jsonl")] == [0, 1, 2, 3, 4]
         assert rows.synced_bytes() == (disk / "rows.jsonl").stat().st_size
@@ -176,9 +180,7 @@ def test_a_disk_that_fills_up_during_a_run_is_told_in_one_line_and_in_its_status
         def fill_at_first_update(trainer: Trainer, stream: Any) -> None:
             advance(trainer, stream)
             if trainer.update == 1:
-                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
-                    while True:
-                        file.write(b"x" * 1024)
+                fill(disk)
 
         monkeypatch.setattr(Trainer, "advance", fill_at_first_update)
         run = disk / "run"
@@ -203,9 +205,7 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_trace(
         def fill_and_free(trainer: Trainer, stream: Any) -> None:
             advance(trainer, stream)
             if trainer.update == 8:
-                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
-                    while True:
-                        file.write(b"x" * 1024)
+                fill(disk)
             if trainer.update == 48:
                 (disk / "filler").unlink()
 

@@ -9,12 +9,11 @@ number of targets wanted; out flows an opened cache. A lock keeps two preparatio
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tiny_llm.config.errors import UserError
+from tiny_llm.config.errors import UserError, is_full
 from tiny_llm.config.plan import cache_tokens
 from tiny_llm.config.schema import DataConfig, HubCorpus
 from tiny_llm.data.cache import CacheError, TokenCache, cache_directory
@@ -126,7 +125,7 @@ def _disk_errors(directory: Path, data: DataConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = is_full(error)
         reason = "no space left on the disk" if full else f"{error.strerror or error}"
         raise PreparationError(
             f"cannot prepare {directory}: {reason}; nothing was kept: {'free some space, or ' if full else ''}"

@@ -323,10 +323,7 @@ class Trainer:
         late = minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
         signal, due = self.ranks.largest(self.signals.received or 0, late and self.ranks.first)
         if signal or due:
-            try:
-                self._save_recovery()
-            except CheckpointError as error:
-                self.progress.say(f"warning: {error}")  # the run itself can go on
+            self._save_recovery()
             self._last_saved = time.monotonic()
         if signal:
             raise Interrupted(int(signal))
@@ -334,7 +331,10 @@ class Trainer:
     def _save_recovery(self) -> None:
         training = self.config.training
         if training.checkpoint_policy != "none" or training.recovery_minutes is not None:
-            self._save("recovery.pt")
+            try:
+                self._save("recovery.pt")
+            except CheckpointError as error:
+                self.progress.say(f"warning: {error}")  # the run can go on, or end as it was asked to
 
     def _save(self, name: str) -> None:
         state = self.state()

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,17 @@ def fill(disk: Path) -> None:
             file.write(b"x" * 1024)
 
 
+def after_updates(monkeypatch: pytest.MonkeyPatch, acts: dict[int, Callable[[], None]]) -> None:
+    """Have something done after some updates of what trains next."""
+    advance = Trainer.advance
+
+    def advance_and_act(trainer: Trainer, stream: Any) -> None:
+        advance(trainer, stream)
+        acts.get(trainer.update, lambda: None)()
+
+    monkeypatch.setattr(Trainer, "advance", advance_and_act)
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
@@ -175,14 +186,7 @@ def test_a_disk_that_fills_up_during_a_run_is_told_in_one_line_and_in_its_status
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with small_disk(tmp_path / "disk", 256) as disk:
-        advance = Trainer.advance
-
-        def fill_at_first_update(trainer: Trainer, stream: Any) -> None:
-            advance(trainer, stream)
-            if trainer.update == 1:
-                fill(disk)
-
-        monkeypatch.setattr(Trainer, "advance", fill_at_first_update)
+        after_updates(monkeypatch, {1: lambda: fill(disk)})
         run = disk / "run"
         with pytest.raises(SystemExit, match="2"), user_errors_in_one_line():
             train(*tiny_overrides, "training.recovery_minutes=0.0001", f"output_dir={run}")
@@ -198,21 +202,14 @@ def test_a_disk_that_fills_up_during_a_run_is_told_in_one_line_and_in_its_status
 def test_a_disk_that_was_full_for_a_while_leaves_no_trace(
     tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tiny_overrides = [*tiny_overrides, "evaluation.prompts=[import]"]
     train(*tiny_overrides, f"output_dir={tmp_path / 'free'}")
     with small_disk(tmp_path / "disk", 1024) as disk:
-        advance = Trainer.advance
-
-        def fill_and_free(trainer: Trainer, stream: Any) -> None:
-            advance(trainer, stream)
-            if trainer.update == 8:
-                fill(disk)
-            if trainer.update == 48:
-                (disk / "filler").unlink()
-
-        monkeypatch.setattr(Trainer, "advance", fill_and_free)
+        after_updates(monkeypatch, {8: lambda: fill(disk), 48: (disk / "filler").unlink})
         train(*tiny_overrides, f"output_dir={disk / 'run'}")
         assert status_of(disk / "run") == "complete"
         assert_same_run(disk / "run", tmp_path / "free")
+        assert rows_of(disk / "run", "samples.jsonl") == rows_of(tmp_path / "free", "samples.jsonl") != []
 
 
 def test_a_run_that_is_alive_is_not_called_one_to_remove(tiny_overrides: list[str], tmp_path: Path) -> None:

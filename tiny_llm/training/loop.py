@@ -11,6 +11,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -148,19 +149,16 @@ class Trainer:
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end and return the result. Raises Interrupted, after saving, and UserError."""
         self.progress = progress
-        stream = self.open_stream()
         self._last_saved = time.monotonic()
-        try:
-            self._heed_signals_and_clock()
-            self._finish_epoch_if_due()
-            while self.update < self.plan.updates:
-                self.advance(stream)
+        with closing(self.samples):
+            with closing(self.open_stream()) as stream:
                 self._heed_signals_and_clock()
                 self._finish_epoch_if_due()
-        finally:
-            stream.close()
-            self.samples.close()
-        return self._finish()
+                while self.update < self.plan.updates:
+                    self.advance(stream)
+                    self._heed_signals_and_clock()
+                    self._finish_epoch_if_due()
+            return self._finish()
 
     def open_stream(self) -> TrainingStream:
         """Return the training sequences from where this run stands; close it in the end."""
@@ -367,7 +365,8 @@ class Trainer:
         return result
 
     def _publish_result(self, result: dict[str, Any]) -> None:
-        self.metrics.synced_bytes()
+        for rows in (self.metrics, self.samples):
+            rows.synced_bytes()
         files.write_json(self.directory / "best.json", self.best)
         files.write_json(self.directory / "result.json", result)
         try:

@@ -75,7 +75,9 @@ class RunDirectory:
         except OSError as error:
             if not is_full(error) or not (self / "status.json").exists():
                 raise
-            (self / "status.json").write_text(json.dumps(value))  # its block is there to be used again
+            with open(self / "status.json", "r+b") as file:  # over the old one: its block is there
+                file.write(json.dumps(value).encode())
+                file.truncate()
 
     @property
     def status(self) -> str | None:
@@ -143,15 +145,14 @@ class Rows:
     def synced_bytes(self) -> int:
         """Make the rows durable and return the file's size: what a checkpoint refers to. Raises OSError."""
         self._write()
-        if self._file is None:
-            return self._path.stat().st_size if self._path.exists() else 0
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        if not self._path.exists():
+            return 0
+        files.sync(self._path)
+        return self._path.stat().st_size
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
     def _write(self) -> None:
         if not self._waiting:
